@@ -1,0 +1,87 @@
+"""Settings of one home folder, read once when the daemon starts and passed down from there.
+
+They come from `config.toml` in the home folder, never from the environment of whichever client happened
+to start the daemon. A key that is not known, or a value out of its range, stops the start by name.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tomllib
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from evalpurse.errors import EvalpurseError
+
+
+class ConfigError(EvalpurseError):
+    """A setting is unknown or out of range."""
+
+    code: ClassVar[str] = "bad_config"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every setting, with its default.
+
+    `local_usd_per_hour` is the price of one local sandbox (0: local runs cost only their model calls).
+    `local_isolation` is `auto` (bubblewrap where it works), `require` (refuse to run without it) or `off`.
+    """
+
+    local_max_parallel: int = max(2, 2 * (os.cpu_count() or 1))
+    local_usd_per_hour: float = 0.0
+    local_isolation: str = "auto"
+    batch_runs_max: int = 20_000
+    infra_retries: int = 2
+    http_port: int = 0
+    reuse: bool = True
+
+    @classmethod
+    def load(cls, path: Path) -> Settings:
+        """Settings from a file; the defaults when there is none.
+
+        Raises:
+            ConfigError: names the file, the key and the range.
+        """
+        if not path.exists():
+            return cls()
+        try:
+            given = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{path} is not valid TOML: {error}.", hint="Mend or remove the file."
+            ) from error
+        return replace(cls(), **{key: _checked(path, key, value) for key, value in given.items()})
+
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "local_max_parallel": (1, 10_000),
+    "local_usd_per_hour": (0, 1_000),
+    "batch_runs_max": (1, 1_000_000),
+    "infra_retries": (0, 10),
+    "http_port": (0, 65_535),
+}
+
+
+def _checked(path: Path, key: str, value: Any) -> Any:
+    known = {field.name: field.default for field in fields(Settings)}
+    if key not in known:
+        raise ConfigError(f"{path}: setting '{key}' is not known.", hint=f"Known: {', '.join(known)}.")
+    if key == "local_isolation":
+        if value not in ("auto", "require", "off"):
+            raise ConfigError(f"{path}: {key} is {value!r}; it can be 'auto', 'require' or 'off'.")
+        return value
+    default = known[key]
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{path}: {key} is {value!r}; it can be true or false.")
+        return value
+    low, high = _RANGES[key]
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    whole = isinstance(default, float) or isinstance(value, int)
+    if not number or not whole or not low <= value <= high:
+        kind = "a number" if isinstance(default, float) else "a whole number"
+        raise ConfigError(f"{path}: {key} is {value!r}; it must be {kind} from {low:g} to {high:g}.")
+    return value
