@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evalpurse.analysis.compare import Comparison, compare, compare_many
+from evalpurse.analysis.compare import Comparison, comparable, compare, compare_many
 from evalpurse.analysis.errors import AnalysisError, NoSharedCasesError, UnknownVariantError
 from evalpurse.analysis.runs import RunFact
 from evalpurse.analysis.verdicts import Evidence, Verdict, adjusted, decide
@@ -151,6 +151,16 @@ def test_question_without_an_answer_is_refused_with_the_numbers(
 ) -> None:
     with pytest.raises(error, match=words):
         compare(facts, "old", "new")
+
+
+def test_candidate_without_results_does_not_hide_the_others() -> None:
+    facts = [*solved("old", 3, 1), *solved("new", 3, 1), fact("lost", "c000", 0, None)]
+    found = comparable(facts, "old", ["new", "lost", "typo"])
+    assert found.candidates == ["new"]
+    assert isinstance(found.refused["lost"], NoSharedCasesError)
+    assert isinstance(found.refused["typo"], UnknownVariantError)
+    with pytest.raises(UnknownVariantError, match="'gone'"):
+        comparable(facts, "gone", ["new"])
 
 
 @pytest.mark.parametrize(

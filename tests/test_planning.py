@@ -11,7 +11,7 @@ from evalpurse.analysis.errors import AnalysisError
 from evalpurse.analysis.planning import (
     PROFILES,
     cases_needed,
-    detectable_effect,
+    minimum_detectable_effect,
     noise_of,
     planned_power,
     size_for,
@@ -27,21 +27,25 @@ from tests.runfacts import bimodal_values, fact, grid
         ("solved", {(30, 5): 10.6, (50, 5): 8.2, (100, 5): 5.8, (200, 1): 7.5}),
     ],
 )
-def test_detectable_effects_are_those_of_the_table(profile: str, sizes: dict[tuple[int, int], float]) -> None:
+def test_minimum_detectable_effects_are_those_of_the_table(
+    profile: str, sizes: dict[tuple[int, int], float]
+) -> None:
     within = PROFILES[profile].within
     for (cases, repeats), points in sizes.items():
-        assert 100 * detectable_effect(cases, repeats, within=within) == pytest.approx(points, abs=0.051)
+        assert 100 * minimum_detectable_effect(cases, repeats, within=within) == pytest.approx(
+            points, abs=0.051
+        )
 
 
 def test_reused_baseline_with_more_repeats_lowers_the_effect() -> None:
-    assert detectable_effect(100, 1, repeats_baseline=5) < detectable_effect(100, 1)
+    assert minimum_detectable_effect(100, 1, repeats_baseline=5) < minimum_detectable_effect(100, 1)
     with pytest.raises(AnalysisError, match="repeats_baseline is 0"):
-        detectable_effect(100, 1, repeats_baseline=0)
+        minimum_detectable_effect(100, 1, repeats_baseline=0)
 
 
 def test_cases_needed_is_the_fewest() -> None:
     cases = cases_needed(0.05, 5)
-    assert detectable_effect(cases, 5) <= 0.05 < detectable_effect(cases - 1, 5)
+    assert minimum_detectable_effect(cases, 5) <= 0.05 < minimum_detectable_effect(cases - 1, 5)
 
 
 def test_size_takes_cases_before_repeats() -> None:
@@ -50,7 +54,7 @@ def test_size_takes_cases_before_repeats() -> None:
     more = size_for(0.05, 200)
     assert more.cases == 200
     assert more.repeats == 3
-    assert detectable_effect(200, 3) <= 0.05 < detectable_effect(200, 2)
+    assert minimum_detectable_effect(200, 3) <= 0.05 < minimum_detectable_effect(200, 2)
 
 
 def test_size_out_of_reach_names_the_floor_and_the_cases_that_would_do() -> None:
@@ -60,13 +64,13 @@ def test_size_out_of_reach_names_the_floor_and_the_cases_that_would_do() -> None
     assert found.floor == pytest.approx(2.4865 * 0.15 / math.sqrt(20), abs=1e-5)
     least = cases_needed(0.05, 20)
     assert f"at least {least}," in found.advice
-    assert detectable_effect(least, 20) <= 0.05
+    assert minimum_detectable_effect(least, 20) <= 0.05
 
 
 @pytest.mark.parametrize("bad", [{"cases": 0, "repeats": 1}, {"cases": 10, "repeats": 0}])
 def test_empty_plans_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(AnalysisError, match="is 0; it must be at least 1"):
-        detectable_effect(**bad)
+        minimum_detectable_effect(**bad)
 
 
 @pytest.mark.parametrize("effect", [0.0, -0.1, 1.5, float("nan")])
@@ -83,7 +87,7 @@ def test_own_repeats_replace_the_profile_once_there_are_enough() -> None:
     assert own.within == pytest.approx(0.5)
     assert own.source == "own repeats on 10 cases of 1 variants"
     plan = planned_power(100, 5, facts=enough)
-    assert plan.detectable == pytest.approx(detectable_effect(100, 5, within=0.5))
+    assert plan.detectable == pytest.approx(minimum_detectable_effect(100, 5, within=0.5))
     assert "own repeats on 10 cases" in plan.sentence
 
 

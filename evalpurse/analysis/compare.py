@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from evalpurse.analysis.costs import Ratio, ratio_of_totals
 from evalpurse.analysis.errors import AnalysisError, NoSharedCasesError
@@ -87,6 +88,34 @@ def compare(
     return compare_many(facts, baseline, [candidate], margin=margin, alpha=alpha)[0]
 
 
+class Comparable(NamedTuple):
+    """Candidates that can be compared with a baseline, and why each other one cannot."""
+
+    candidates: list[str]
+    refused: dict[str, AnalysisError]
+
+
+def comparable(facts: Iterable[RunFact], baseline: str, candidates: Sequence[str]) -> Comparable:
+    """Sorts out the candidates that `compare_many` would refuse, so that one does not hide the others.
+
+    Raises:
+        UnknownVariantError: the baseline has no run.
+    """
+    facts = list(facts)
+    require_variant(facts, baseline)
+    scores = by_case(_tried(facts, baseline))
+    found = Comparable([], {})
+    for name in candidates:
+        try:
+            require_variant(facts, name)
+            _difference(baseline, name, scores, by_case(_tried(facts, name)))
+        except AnalysisError as error:
+            found.refused[name] = error
+        else:
+            found.candidates.append(name)
+    return found
+
+
 def compare_many(
     facts: Iterable[RunFact],
     baseline: str,
@@ -98,7 +127,7 @@ def compare_many(
     """Compares each candidate with the baseline; all claims together hold at `alpha` (Holm).
 
     Raises:
-        As `compare`.
+        As `compare`, for any of the candidates; `comparable` tells beforehand which.
     """
     _check_question(baseline, candidates, margin, alpha)
     kept = distinct(facts)

@@ -67,12 +67,12 @@ def noise_of(facts: Iterable[RunFact], *, profile: Profile = DEFAULT_PROFILE) ->
     )
 
 
-def detectable_effect(
+def minimum_detectable_effect(
     cases: int,
     repeats: int,
+    repeats_baseline: int | None = None,
     *,
     within: float = DEFAULT_PROFILE.within,
-    repeats_baseline: int | None = None,
     sd_delta: float = SD_DELTA,
     alpha: float = 0.05,
     power: float = 0.8,
@@ -191,7 +191,7 @@ def planned_power(
         AnalysisError: cases or repeats below 1.
     """
     noise = noise_of(facts, profile=profile)
-    found = detectable_effect(cases, repeats, within=noise.within, alpha=alpha, power=power)
+    found = minimum_detectable_effect(cases, repeats, within=noise.within, alpha=alpha, power=power)
     sentence = (
         f"{cases} cases x {repeats} repeats detect a true difference of {found:.3f} with power {power:.0%} "
         f"(alpha {alpha:g} one-sided; noise from {noise.source}); smaller ones will usually stay undecided."
