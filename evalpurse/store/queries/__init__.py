@@ -1,0 +1,1 @@
+"""The named statements of the store, one `.sql` file a subject."""

@@ -1,0 +1,36 @@
+-- name: suites
+-- Every suite with the number of its cases by split, newest versions only.
+SELECT
+  suites.suite,
+  any_value(suites.created_at) AS created_at,
+  count(cases.case_id) AS cases,
+  count(cases.case_id) FILTER (cases.split = 'dev') AS dev_cases,
+  count(cases.case_id) FILTER (cases.split = 'holdout') AS holdout_cases
+FROM suites
+LEFT JOIN (
+  SELECT suite, case_id, split FROM cases
+  QUALIFY row_number() OVER (PARTITION BY suite, case_id ORDER BY version DESC, rowid DESC) = 1
+) AS cases USING (suite)
+GROUP BY suites.suite
+ORDER BY suites.suite
+
+-- name: suite_by_name
+-- One suite, or nothing.
+SELECT * FROM suites WHERE suite = $suite ORDER BY rowid LIMIT 1
+
+-- name: cases_of_suite
+-- The newest version of each case of a suite; of one split, or of all when it is ''.
+SELECT * FROM (
+  SELECT * FROM cases WHERE suite = $suite
+  QUALIFY row_number() OVER (PARTITION BY case_id ORDER BY version DESC, rowid DESC) = 1
+)
+WHERE $split IN ('', split)
+ORDER BY case_id
+
+-- name: case_by_id
+-- The newest version of one case.
+SELECT * FROM cases WHERE suite = $suite AND case_id = $case_id ORDER BY version DESC, rowid DESC LIMIT 1
+
+-- name: case_by_digest
+-- One version of a case by its digest.
+SELECT * FROM cases WHERE case_digest = $case_digest ORDER BY rowid DESC LIMIT 1

@@ -1,0 +1,215 @@
+"""Getting from a home folder to an open, current database, without ever making a loss worse.
+
+Whatever is found is looked at read-only first. A file that is newer, foreign or unreadable is left exactly
+as it is. A damaged write-ahead log is moved aside, never deleted, and its good part is used.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import duckdb
+
+from evalpurse.home import Home
+from evalpurse.store.disk import free_bytes, is_disk_full
+from evalpurse.store.engine import Engine, connect
+from evalpurse.store.errors import (
+    DiskFullError,
+    ForeignDatabaseError,
+    MigrationError,
+    NewerSchemaError,
+    StoreError,
+    StoreUnreadableError,
+)
+from evalpurse.store.folders import sync_folder
+from evalpurse.store.migrations import Migration, migrate
+
+log = logging.getLogger(__name__)
+
+_WAL_TROUBLE = re.compile(r"Corrupt WAL file|Failure while replaying WAL")
+_WAL_BAD_FROM = re.compile(r"at byte position (\d+)")
+_WAL_SUFFIXES = (".wal", ".wal.checkpoint")
+
+
+class Opened(NamedTuple):
+    """An open database, and what people should know about how it was opened."""
+
+    engine: Engine
+    notices: tuple[str, ...]
+
+
+def open_database(home: Home, steps: Sequence[Migration]) -> Opened:
+    """Opens the results of a home folder, creating or migrating them; the caller holds the data lock.
+
+    Raises:
+        NewerSchemaError, ForeignDatabaseError, StoreUnreadableError: the file was left as it is.
+        MigrationError: the step was rolled back; the backup is named.
+        DiskFullError: there is no room to create or migrate.
+    """
+    path = home.results_file
+    try:
+        if not path.exists():
+            _create(path, steps)
+            return Opened(Engine(path), ())
+        found, notices = _look(home)
+        version = _known_version(path, found, steps)
+        engine = Engine(path)
+    except (duckdb.Error, OSError) as error:
+        raise _unreadable(path, error) from error
+    try:
+        if version < len(steps):
+            notices = (*notices, _migrate_with_backup(home, engine, steps, version))
+    except BaseException:
+        engine.close()
+        raise
+    return Opened(engine, notices)
+
+
+def _create(path: Path, steps: Sequence[Migration]) -> None:
+    # Made beside its place and renamed: a results file that exists is a whole one.
+    unfinished = path.with_suffix(".new")
+    for leftover in (unfinished, Path(f"{unfinished}.wal")):
+        leftover.unlink(missing_ok=True)
+    connection = connect(unfinished)
+    try:
+        migrate(connection, steps, version=0)
+        connection.execute("CHECKPOINT")
+    finally:
+        connection.close()
+    unfinished.replace(path)
+    sync_folder(path.parent)
+
+
+def _look(home: Home) -> tuple[int | None, tuple[str, ...]]:
+    """The schema version (None: not ours), read without changing the file; mends a damaged log."""
+    path = home.results_file
+    try:
+        return _version_of(path), ()
+    except duckdb.Error as error:
+        if not _WAL_TROUBLE.search(str(error)) or is_disk_full(error):
+            raise
+        reason = error
+    notice, kept = _set_wal_aside(home, reason)
+    try:
+        return _version_of(path), (notice,)
+    except duckdb.Error:
+        if not kept:
+            raise
+        # The part before the damage is a copy; the whole log is in the backups.
+        Path(f"{path}.wal").unlink()
+        log.critical("no part of the damaged write-ahead log could be used")
+        return _version_of(path), (notice,)
+
+
+def _version_of(path: Path) -> int | None:
+    connection = connect(path, read_only=True)
+    try:
+        found = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchall()
+        return int(found[0][0])
+    except (duckdb.CatalogException, duckdb.BinderException, IndexError, ValueError):
+        return None
+    finally:
+        connection.close()
+
+
+def _set_wal_aside(home: Home, reason: duckdb.Error) -> tuple[str, bool]:
+    """Moves the log files into the backups; leaves a copy of the part before the damage, if it is known."""
+    path = home.results_file
+    folder = home.backups / f"damaged-wal-{_stamp()}"
+    folder.mkdir(parents=True)
+    for suffix in _WAL_SUFFIXES:
+        if (log_file := Path(f"{path}{suffix}")).exists():
+            log_file.replace(folder / log_file.name)
+    sync_folder(folder)
+    sync_folder(path.parent)
+    good = _WAL_BAD_FROM.search(str(reason))
+    damaged = folder / f"{path.name}.wal"
+    if good and damaged.exists():
+        Path(f"{path}.wal").write_bytes(damaged.read_bytes()[: int(good[1])])
+    notice = (
+        f"The write-ahead log of {path} is damaged ({reason}). It was moved to {folder}; results after the "
+        "damage are missing here. Money is not affected: compare with `evalpurse budget verify`."
+    )
+    log.critical(notice)
+    return notice, bool(good)
+
+
+def _known_version(path: Path, version: int | None, steps: Sequence[Migration]) -> int:
+    if version is None:
+        raise ForeignDatabaseError(
+            f"{path} is a DuckDB database, but not one of evalpurse's (it has no schema version).",
+            hint="Move it away, or choose another home folder with EVALPURSE_HOME.",
+            path=str(path),
+        )
+    if version > len(steps):
+        raise NewerSchemaError(
+            f"{path} has schema {version}; this evalpurse knows schemas up to {len(steps)}.",
+            hint="Use the newer evalpurse that wrote it, or restore a backup from `backups/`.",
+            path=str(path),
+            found=version,
+            known=len(steps),
+        )
+    return version
+
+
+def _migrate_with_backup(home: Home, engine: Engine, steps: Sequence[Migration], version: int) -> str:
+    with engine.use() as use:
+        use.cursor.execute("CHECKPOINT").fetchall()  # all data is in the one file that is copied
+        backup = _back_up(home, version)
+        try:
+            migrate(use.cursor, steps, version=version)
+        except MigrationError as error:
+            error.hint = f"{error.hint} A backup from before is {backup}."
+            raise
+        use.cursor.execute("CHECKPOINT").fetchall()  # no schema change is left to be replayed from the log
+    notice = f"The results were brought from schema {version} to {len(steps)}; a backup is {backup}."
+    log.warning(notice)
+    return notice
+
+
+def _back_up(home: Home, version: int) -> Path:
+    source = home.results_file
+    free, needed = free_bytes(home.path), 2 * source.stat().st_size
+    if free < needed:
+        raise StoreError(
+            f"A backup and the change of schema need {needed / 1e6:,.0f} MB; {free / 1e6:,.0f} MB are free.",
+            hint="Free some space and start again; nothing was changed.",
+            free_bytes=free,
+            needed_bytes=needed,
+        )
+    backup = home.backups / f"results-schema{version}-{_stamp()}.duckdb"
+    backup.parent.mkdir(parents=True, exist_ok=True)
+    # A child copies: opening and closing the file in this process would drop DuckDB's lock on it.
+    python_copy = [sys.executable, "-c", "import shutil, sys; shutil.copyfile(*sys.argv[1:])"]
+    copy = ["cp"] if shutil.which("cp") else python_copy
+    done = subprocess.run([*copy, str(source), str(backup)], capture_output=True, text=True, check=False)
+    if done.returncode or backup.stat().st_size != source.stat().st_size:
+        raise StoreError(f"The backup {backup} could not be made: {done.stderr.strip()}", path=str(backup))
+    descriptor = os.open(backup, os.O_RDWR)
+    os.fsync(descriptor)
+    os.close(descriptor)
+    sync_folder(backup.parent)
+    return backup
+
+
+def _stamp() -> str:
+    return datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+
+
+def _unreadable(path: Path, error: Exception) -> StoreError:
+    if is_disk_full(error):
+        return DiskFullError(path.parent, free_bytes=free_bytes(path.parent), doing="opening the results")
+    return StoreUnreadableError(
+        f"{path} cannot be opened: {error}",
+        hint="It was left as it is. Restore a backup from `backups/`, or move it away to start afresh.",
+        path=str(path),
+    )
