@@ -28,7 +28,7 @@ def canonical_json(value: Any) -> bytes:
     Raises:
         ValueError: NaN or infinity, more than 100 levels deep, text that is not Unicode, or not JSON at all.
     """
-    _check_depth(value)
+    check_depth(value)
     try:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         return text.encode()
@@ -40,7 +40,12 @@ def canonical_json(value: Any) -> bytes:
         raise ValueError(f"it is not JSON: {error} (NaN and infinity have no JSON form)") from error
 
 
-def _check_depth(value: Any) -> None:
+def check_depth(value: Any) -> None:
+    """Refuses JSON that is so deep that reading or comparing it could overflow the stack.
+
+    Raises:
+        ValueError: with the limit.
+    """
     level = [value]
     for _ in range(JSON_DEPTH_MAX):
         level = [
