@@ -7,7 +7,7 @@ by Arrow a column, so that a batch costs microseconds a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from datetime import datetime
 from operator import attrgetter
 from types import NoneType
@@ -56,7 +56,7 @@ def layout_of(record: type[Record]) -> Layout:
         RowsRefusedError: it is not a record type.
     """
     if record not in _layouts:
-        if not (is_dataclass(record) and hasattr(record, "TABLE")):
+        if not hasattr(record, "TABLE"):
             raise RowsRefusedError(f"{record!r} is not a record of the store.", hint="See store/records.py.")
         _layouts[record] = _layout(record)
     return _layouts[record]

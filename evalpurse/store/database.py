@@ -128,7 +128,7 @@ class Store:
             StatementError: there is no such query, a parameter is missing or unknown, or it failed.
         """
         statement = self._named(query, params)
-        return await self._read_named(statement, partial(_rows, statement.sql, params))
+        return await self._read(statement.name, partial(_rows, statement.sql, params))
 
     async def fetch_arrow(self, query: str, **params: Any) -> pa.Table:
         """The rows of a named query as an Arrow table: for thousands of rows and more.
@@ -137,21 +137,20 @@ class Store:
             StatementError: as `fetch`.
         """
         statement = self._named(query, params)
-        return await self._read_named(statement, partial(_arrow, statement.sql, params))
+        return await self._read(statement.name, partial(_arrow, statement.sql, params))
 
-    async def read(self, function: Callable[[duckdb.DuckDBPyConnection], T]) -> T:
-        """Calls a function with a cursor of its own in a worker thread; it must only read.
+    async def snapshot(self, statements: Mapping[str, str]) -> dict[str, pa.Table]:
+        """The results of several SELECTs of our own making, all read in one read-only transaction.
 
-        It may be called twice (the database broke and was opened again) and must fetch or abort each result.
+        Raises:
+            StatementError: one of them failed.
         """
-        return await anyio.to_thread.run_sync(self._engine.read, function, limiter=self._readers)
+        return await self._read("snapshot", partial(_snapshot, statements))
 
-    def version(self, *tables: str) -> int:
-        """A number that grows with every committed change of one of the tables (in this process).
-
-        Read it before the rows: what was read is then at least as new as the number says.
-        """
-        return sum(self._writer.versions[table] for table in (*tables, "*"))
+    @property
+    def data_version(self) -> int:
+        """Another number after every commit of this process; read before the rows it is a lower bound."""
+        return self._writer.commits
 
     async def close(self) -> None:
         """Writes what is queued, checkpoints, closes everything and gives the data to the next process."""
@@ -182,15 +181,13 @@ class Store:
             )
         return statement
 
-    async def _read_named(
-        self, statement: Statement, function: Callable[[duckdb.DuckDBPyConnection], T]
-    ) -> T:
+    async def _read(self, name: str, function: Callable[[duckdb.DuckDBPyConnection], T]) -> T:
         import duckdb
 
         try:
-            return await self.read(function)
+            return await anyio.to_thread.run_sync(self._engine.read, function, limiter=self._readers)
         except duckdb.Error as error:
-            raise StatementError(f"Query '{statement.name}' failed: {error}", name=statement.name) from error
+            raise StatementError(f"Query '{name}' failed: {error}", name=name) from error
 
 
 def _open_engine(home: Home, steps: Sequence[Migration] | None) -> tuple[Engine, tuple[str, ...]]:
@@ -215,3 +212,11 @@ def _rows(sql: str, params: Mapping[str, Any], cursor: duckdb.DuckDBPyConnection
 
 def _arrow(sql: str, params: Mapping[str, Any], cursor: duckdb.DuckDBPyConnection) -> pa.Table:
     return cursor.sql(sql, params=dict(params) or None).to_arrow_table()
+
+
+def _snapshot(statements: Mapping[str, str], cursor: duckdb.DuckDBPyConnection) -> dict[str, pa.Table]:
+    cursor.execute("BEGIN TRANSACTION READ ONLY")
+    try:
+        return {name: cursor.sql(sql).to_arrow_table() for name, sql in statements.items()}
+    finally:
+        cursor.execute("ROLLBACK")

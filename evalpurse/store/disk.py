@@ -54,12 +54,18 @@ class Ballast:
             log.warning("no ballast was made at %s: %s", self._path, error)
 
     def drop(self) -> bool:
-        """Gives the reserve up; whether there was one."""
+        """Gives the reserve up because the disk is full; whether there was one."""
+        given_up = self.remove()
+        if given_up:
+            log.error("the disk is full: deleted the reserve of %d bytes at %s", self._size_bytes, self._path)
+        return given_up
+
+    def remove(self) -> bool:
+        """Deletes the reserve, as when the store is closed; whether there was one."""
         try:
             self._path.unlink()
         except FileNotFoundError:
             return False
-        log.error("the disk is full: deleted the reserve of %d bytes at %s", self._size_bytes, self._path)
         return True
 
 

@@ -29,8 +29,9 @@ STORAGE_VERSION = "v1.5.0"
 MEMORY_BYTES_MAX = 1 << 30
 THREADS_MAX = 8
 
-# After one of these the instance answers nothing any more.
-BROKEN = (duckdb.FatalException, duckdb.InternalException)
+# After one of the first two the instance answers nothing any more. The third is what `Engine.replace`, and
+# nothing else, does to work that is under way on such an instance.
+BROKEN = (duckdb.FatalException, duckdb.InternalException, duckdb.InterruptException)
 
 
 class Use(NamedTuple):

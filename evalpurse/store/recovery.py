@@ -28,6 +28,7 @@ from evalpurse.store.errors import (
     MigrationError,
     NewerSchemaError,
     StoreError,
+    StoreLockedError,
     StoreUnreadableError,
 )
 from evalpurse.store.folders import sync_folder
@@ -58,8 +59,9 @@ def open_database(home: Home, steps: Sequence[Migration]) -> Opened:
     path = home.results_file
     try:
         if not path.exists():
+            notices = _set_orphans_aside(home)
             _create(path, steps)
-            return Opened(Engine(path), ())
+            return Opened(Engine(path), notices)
         found, notices = _look(home)
         version = _known_version(path, found, steps)
         engine = Engine(path)
@@ -124,13 +126,7 @@ def _version_of(path: Path) -> int | None:
 def _set_wal_aside(home: Home, reason: duckdb.Error) -> tuple[str, bool]:
     """Moves the log files into the backups; leaves a copy of the part before the damage, if it is known."""
     path = home.results_file
-    folder = home.backups / f"damaged-wal-{_stamp()}"
-    folder.mkdir(parents=True)
-    for suffix in _WAL_SUFFIXES:
-        if (log_file := Path(f"{path}{suffix}")).exists():
-            log_file.replace(folder / log_file.name)
-    sync_folder(folder)
-    sync_folder(path.parent)
+    folder = _move_wal(home)
     good = _WAL_BAD_FROM.search(str(reason))
     damaged = folder / f"{path.name}.wal"
     if good and damaged.exists():
@@ -141,6 +137,27 @@ def _set_wal_aside(home: Home, reason: duckdb.Error) -> tuple[str, bool]:
     )
     log.critical(notice)
     return notice, bool(good)
+
+
+def _set_orphans_aside(home: Home) -> tuple[str, ...]:
+    """A log whose database is gone would keep a new one from opening."""
+    if not any(Path(f"{home.results_file}{suffix}").exists() for suffix in _WAL_SUFFIXES):
+        return ()
+    folder = _move_wal(home)
+    notice = f"{home.results_file} is missing, but its write-ahead log was there; it was moved to {folder}."
+    log.critical(notice)
+    return (notice,)
+
+
+def _move_wal(home: Home) -> Path:
+    folder = home.backups / f"wal-{_stamp()}"
+    folder.mkdir(parents=True)
+    for suffix in _WAL_SUFFIXES:
+        if (log_file := Path(f"{home.results_file}{suffix}")).exists():
+            log_file.replace(folder / log_file.name)
+    sync_folder(folder)
+    sync_folder(home.path)
+    return folder
 
 
 def _known_version(path: Path, version: int | None, steps: Sequence[Migration]) -> int:
@@ -208,6 +225,10 @@ def _stamp() -> str:
 def _unreadable(path: Path, error: Exception) -> StoreError:
     if is_disk_full(error):
         return DiskFullError(path.parent, free_bytes=free_bytes(path.parent), doing="opening the results")
+    if "Could not set lock" in str(error):
+        return StoreLockedError(
+            f"Another program has {path} open: {error}", hint="Close it there and start again."
+        )
     return StoreUnreadableError(
         f"{path} cannot be opened: {error}",
         hint="It was left as it is. Restore a backup from `backups/`, or move it away to start afresh.",

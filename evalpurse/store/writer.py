@@ -1,8 +1,9 @@
 """All writes to the results, in one thread and in groups.
 
 Whatever is queued when the thread looks becomes one transaction: one INSERT a table, one commit, one wake-up
-of the event loop. A transaction costs milliseconds however small it is, so after each one the thread rests a
-few times as long as it took: under load the groups grow instead of the bill, and a lone call never waits.
+of the event loop. A transaction costs milliseconds however small it is, so after each one the thread rests
+twice as long as it took, or until as many calls are waiting as there were callers: under load the groups grow
+instead of the bill, and a lone caller never waits.
 
 The rows of a call are stored together or not at all. When a group fails it is split in two until the call
 that cannot be stored fails alone.
@@ -40,8 +41,9 @@ from evalpurse.store.statements import Statement
 log = logging.getLogger(__name__)
 
 GROUP_ROWS_MAX = 20_000
-REST_FACTOR = 3.0  # the thread works at most a quarter of the time
-REST_S_MAX = 0.025
+REST_FACTOR = 2.0
+REST_S_MAX = 0.015
+REST_SLICE_S = 0.002
 IDLE_S = 1.0
 CHECKPOINT_WAL_BYTES = 1 << 20  # worth a checkpoint when nothing else happens
 CHECKPOINT_BUSY_WAL_BYTES = 32 << 20  # worth interrupting for
@@ -64,7 +66,6 @@ class _Step(NamedTuple):
     """One statement of a transaction; `batch` is the Arrow table that it inserts."""
 
     sql: str
-    changes: str
     batch: Any = None
     parameters: Mapping[str, Any] | None = None
 
@@ -73,7 +74,7 @@ class Writer:
     """Owns the writing thread from construction to `close()`."""
 
     def __init__(self, engine: Engine, ballast: Ballast, loop: asyncio.AbstractEventLoop) -> None:
-        self.versions: defaultdict[str, int] = defaultdict(int)
+        self.commits = 0
         self._engine = engine
         self._ballast = ballast
         self._loop = loop
@@ -81,6 +82,7 @@ class Writer:
         self._closing = False
         self._untidy = True
         self._rested_at = 0.0
+        self._expected = 1
         self._thread = threading.Thread(target=self._run, name="evalpurse-writer", daemon=True)
         self._thread.start()
 
@@ -105,10 +107,10 @@ class Writer:
 
     def _run(self) -> None:
         try:
-            self._ballast.keep()
             while (group := self._next_group()) is not None:
                 self._work(group)
             self._tidy(1)
+            self._ballast.remove()
         except BaseException as error:  # a defect here must not leave callers waiting for ever
             self._closing = True
             log.critical("the results writer ended", exc_info=True)
@@ -125,6 +127,7 @@ class Writer:
         self._store(group)
         self._untidy = True
         ended = time.monotonic()
+        self._expected = len(group) + self._queue.qsize()
         self._rested_at = ended + min(REST_S_MAX, REST_FACTOR * (ended - started))
         self._wake(group)
         if self._engine.wal_bytes > CHECKPOINT_BUSY_WAL_BYTES:
@@ -138,8 +141,7 @@ class Writer:
             return []
         if first is None:
             return None
-        if (rest_s := self._rested_at - time.monotonic()) > 0 and not self._closing:
-            time.sleep(rest_s)
+        self._rest()
         group, rows = [first], len(first.rows)
         while rows < GROUP_ROWS_MAX:
             try:
@@ -152,6 +154,14 @@ class Writer:
             group.append(call)
             rows += len(call.rows)
         return group
+
+    def _rest(self) -> None:
+        """Until enough time has passed, or all who were being served are back: then nobody else will come."""
+        while not self._closing and self._queue.qsize() + 1 < self._expected:
+            rest_s = self._rested_at - time.monotonic()
+            if rest_s <= 0:
+                return
+            time.sleep(min(rest_s, REST_SLICE_S))
 
     def _wake(self, group: Sequence[Call]) -> None:
         try:
@@ -167,8 +177,8 @@ class Writer:
         try:
             with self._engine.use() as use:
                 opening = use.opening
-                changed = _commit(use.cursor, group)
-            self._stored(group, changed)
+                _commit(use.cursor, group)
+            self._stored(group)
         except BROKEN as error:
             if self._mend(group, opening, error) and not last_try:
                 self._store(group, last_try=True)
@@ -203,13 +213,12 @@ class Writer:
             _fail(group, again if isinstance(again, StoreError) else broken)
             return False
         if landed:
-            self._stored(group, {"*"})
+            self._stored(group)
         return not landed
 
-    def _stored(self, group: Sequence[Call], changed: set[str]) -> None:
+    def _stored(self, group: Sequence[Call]) -> None:
         _fail(group, None)
-        for table in changed:
-            self.versions[table] += 1
+        self.commits += 1
 
     def _disk_full(self) -> DiskFullError:
         folder = self._engine.path.parent
@@ -246,8 +255,8 @@ class Writer:
             log.error("%s", again)  # noqa: TRY400 - its text is complete; the next use tries again
 
 
-def _commit(cursor: duckdb.DuckDBPyConnection, group: Sequence[Call]) -> set[str]:
-    """Writes a group in one transaction and returns the tables that it changed (`*`: any)."""
+def _commit(cursor: duckdb.DuckDBPyConnection, group: Sequence[Call]) -> None:
+    """Writes a group in one transaction."""
     steps = _steps(group)
     cursor.execute("BEGIN TRANSACTION")
     try:
@@ -261,7 +270,6 @@ def _commit(cursor: duckdb.DuckDBPyConnection, group: Sequence[Call]) -> set[str
         raise
     # Only here: COMMIT of a transaction in which something failed reports success and keeps nothing.
     cursor.execute("COMMIT")
-    return {step.changes for step in steps}
 
 
 def _steps(group: Sequence[Call]) -> list[_Step]:
@@ -273,10 +281,9 @@ def _steps(group: Sequence[Call]) -> list[_Step]:
             steps += _inserts(rows)
             rows.clear()
         if call.statement:
-            steps.append(_Step(call.statement.sql, "*", parameters=call.parameters))
+            steps.append(_Step(call.statement.sql, parameters=call.parameters))
         if call.replaces:
-            table = layout_of(call.replaces).table
-            steps.append(_Step(f"DELETE FROM {table}", table))  # noqa: S608 - a name of ours
+            steps.append(_Step(f"DELETE FROM {layout_of(call.replaces).table}"))  # noqa: S608 - a name of ours
         for row in call.rows:
             rows[type(row)].append(row)
     return steps + _inserts(rows)
@@ -288,7 +295,7 @@ def _inserts(rows: Mapping[type[Record], Sequence[Record]]) -> list[_Step]:
 
 def _insert(layout: Layout, rows: Sequence[Record]) -> _Step:
     sql = f"INSERT INTO {layout.table} ({layout.names}) SELECT {layout.names} FROM batch"  # noqa: S608
-    return _Step(sql, layout.table, batch=arrow_table(layout, rows))
+    return _Step(sql, batch=arrow_table(layout, rows))
 
 
 def _landed(cursor: duckdb.DuckDBPyConnection, group: Sequence[Call]) -> bool:

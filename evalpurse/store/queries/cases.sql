@@ -34,3 +34,7 @@ SELECT * FROM cases WHERE suite = $suite AND case_id = $case_id ORDER BY version
 -- name: case_by_digest
 -- One version of a case by its digest.
 SELECT * FROM cases WHERE case_digest = $case_digest ORDER BY rowid DESC LIMIT 1
+
+-- name: case_versions_of_suite
+-- Every version of every case of a suite.
+SELECT * FROM cases WHERE suite = $suite ORDER BY case_id, version
