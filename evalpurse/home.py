@@ -97,6 +97,11 @@ class Home:
         return self.path / "daemon.lock"
 
     @property
+    def daemon_alive_lock(self) -> Path:
+        """Held by the daemon as long as it lives, so that two never serve one home; holds its pid."""
+        return self.path / "daemon.alive"
+
+    @property
     def log_file(self) -> Path:
         return self.path / "daemon.log"
 
