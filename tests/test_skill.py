@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 import evalpurse
+from evalpurse.runs.cases import CaseSpec
 from evalpurse.server import skill
 from evalpurse.server.skill import SkillError
 
@@ -48,9 +50,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(*words: str) -> int:
+    """`evalpurse skill install` as the command line does it."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--json", action="store_true")
     skill.add_arguments(parser)
-    return skill.run(parser.parse_args(words))
+    options = parser.parse_args(words)
+    facts = skill.carry_out(options)
+    print(json.dumps(facts) if options.json else skill.shown(facts))
+    return 0
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
@@ -86,13 +93,36 @@ def test_tools_page_names_every_tool_and_no_other() -> None:
         assert set(re.findall(verbs, other.read_text(encoding="utf-8"))) <= TOOLS, other.name
 
 
+def tool_parameters() -> dict[str, list[str]]:
+    """Parameters of every registered tool, read from the source: importing the tools takes a second."""
+    found = {}
+    for module in (Path(evalpurse.__file__).parent / "tools").glob("*.py"):
+        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.AsyncFunctionDef) and node.name in TOOLS:
+                found[node.name] = [argument.arg for argument in node.args.args if argument.arg != "call"]
+    return found
+
+
+def test_tools_page_names_every_parameter_and_no_other() -> None:
+    page = (SOURCE / "references" / "tools.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \| ", page, re.MULTILINE))
+    parameters = tool_parameters()
+    assert set(parameters) == TOOLS
+    for tool, names in parameters.items():
+        # What stands in braces are fields of one case.
+        written = re.findall(r"`(\w+)`", re.sub(r"\{.*?\}", "", rows[tool]))
+        assert sorted(written) == sorted(names), tool
+    fields = re.search(r"\{(`id`.*?)\}", rows["create_cases"])
+    assert fields
+    assert set(re.findall(r"`(\w+)`", fields[1])) == set(CaseSpec.model_fields)
+
+
 def test_example_calls_are_json() -> None:
     page = (SOURCE / "references" / "tools.md").read_text(encoding="utf-8")
     calls = re.findall(r"^(\w+) (\{.*\})$", page, re.MULTILINE)
     assert len(calls) >= 8
     for tool, arguments in calls:
-        assert tool in TOOLS
-        json.loads(arguments)
+        assert set(json.loads(arguments)) <= set(tool_parameters()[tool])
 
 
 def test_install_makes_the_shared_folder_at_the_project_root(

@@ -8,13 +8,12 @@ a place that nobody chose. Standard library only.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import evalpurse
 from evalpurse.errors import EvalpurseError
@@ -181,11 +180,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=sorted(AGENTS),
         help="where this agent reads skills, made when missing; may be given several times",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Carries out `evalpurse skill install`, prints what was written, and returns the exit code 0.
+def carry_out(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Carries out `evalpurse skill install` and returns what was written, and what to know about it.
 
     Raises:
         SkillError: nothing or not everything could be written.
@@ -200,18 +198,19 @@ def run(arguments: argparse.Namespace) -> int:
         folders = skills_folders(base, arguments.agent)
         written = install(folders, base=base)
         notes = _notes(base, folders)
-    if arguments.json:
-        print(json.dumps({"installed": [_facts(copy) for copy in written], "notes": notes}))
-        return 0
-    for copy in written:
-        before = f" (was {copy.previous_version})" if copy.previous_version else ""
-        print(f"Wrote {copy.path}: version {copy.version}{before}, {len(copy.files)} files")
-    for note in notes:
-        print(f"Note: {note}")
-    return 0
+    return {"installed": [_facts(copy) for copy in written], "notes": notes}
 
 
-def _facts(copy: Installed) -> dict[str, object]:
+def shown(facts: dict[str, Any]) -> str:
+    """What was written, for a person."""
+    lines = []
+    for copy in facts["installed"]:
+        before = f" (was {copy['previous_version']})" if copy["previous_version"] else ""
+        lines.append(f"Wrote {copy['path']}: version {copy['version']}{before}, {len(copy['files'])} files")
+    return "\n".join(lines + [f"Note: {note}" for note in facts["notes"]])
+
+
+def _facts(copy: Installed) -> dict[str, Any]:
     return {
         "path": str(copy.path),
         "version": copy.version,
