@@ -190,6 +190,11 @@ class HoldState:
     overrun_nusd: int = 0
 
     @property
+    def open(self) -> bool:
+        """Whether something that can spend may exist under it."""
+        return self.state is HoldPhase.HELD
+
+    @property
     def charged_nusd(self) -> int:
         """What was really charged: the part inside the hold and the part above it."""
         return self.posted_nusd + self.overrun_nusd

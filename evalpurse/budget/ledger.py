@@ -22,6 +22,7 @@ from evalpurse.budget.accounts import (
     RESOLVE_SUFFIX,
     ROOT,
     Account,
+    AccountState,
     BudgetRequest,
     Entry,
     Hold,
@@ -192,7 +193,7 @@ class Ledger:
         check_amount(limit_nusd, what="The limit")
         return await self._order(Kind.SET_LIMIT, operation_id, account, by, limit_nusd)
 
-    async def freeze(self, operation_id: str, account: str, *, reason: str, by: Role) -> Account:
+    async def freeze(self, operation_id: str, account: str, *, reason: str, by: Role = Role.AGENT) -> Account:
         """Stops new holds at and below the account; what is held still settles."""
         return await self._order(Kind.FREEZE, operation_id, account, by, detail=reason)
 
@@ -200,7 +201,9 @@ class Ledger:
         """Owner only. Only this account: one that was frozen above or below it stays so."""
         return await self._order(Kind.UNFREEZE, operation_id, account, by, detail=reason)
 
-    async def close(self, operation_id: str, account: str, *, by: Role, reason: str = "") -> Account:
+    async def close(
+        self, operation_id: str, account: str, *, reason: str = "", by: Role = Role.AGENT
+    ) -> Account:
         """For ever. Raises AccountInUseError while something is held or an account below is open."""
         return await self._order(Kind.CLOSE, operation_id, account, by, detail=reason)
 
@@ -222,6 +225,17 @@ class Ledger:
     def accounts(self) -> list[Account]:
         """Every account, parents before their children."""
         return [node.snapshot() for node in self._engine.tree.nodes.values()]
+
+    def chain(self, account: str) -> list[Account]:
+        """The account and everything above it, upwards. Raises AccountNotFoundError."""
+        return [node.snapshot() for node in self._engine.tree.node(account).chain]
+
+    def frozen_by(self, account: str) -> str:
+        """The nearest account, from this one upwards, that is frozen or closed; empty when none is."""
+        for node in self._engine.tree.node(account).chain:
+            if node.state is not AccountState.OPEN:
+                return node.name
+        return ""
 
     def free(self, account: str) -> int:
         """What a hold at the account may take now: the least that is free there and above, at least 0."""
