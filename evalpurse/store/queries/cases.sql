@@ -24,7 +24,7 @@ SELECT * FROM (
   SELECT * FROM cases WHERE suite = $suite
   QUALIFY row_number() OVER (PARTITION BY case_id ORDER BY version DESC, rowid DESC) = 1
 )
-WHERE $split IN ('', split)
+WHERE (split = $split OR $split = '')
 ORDER BY case_id
 
 -- name: case_by_id
