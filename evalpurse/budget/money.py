@@ -16,7 +16,7 @@ AMOUNT_NUSD_MAX = 2**62
 """About 4.6 billion dollars; two of them still fit a 64-bit integer, so sums can be checked, not wrapped."""
 
 _PLAIN_NUMBER = re.compile(r"\$?([0-9]{1,30}(?:\.[0-9]{1,40})?|\.[0-9]{1,40})")
-_EXACT = Context(prec=120)
+_EXACT = Context(prec=120, rounding=ROUND_CEILING)
 _SHOWN_DECIMALS = 6
 
 
