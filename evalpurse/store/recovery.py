@@ -128,15 +128,15 @@ def _set_wal_aside(home: Home, reason: duckdb.Error) -> tuple[str, bool]:
     path = home.results_file
     folder = _move_wal(home)
     good = _WAL_BAD_FROM.search(str(reason))
-    damaged = folder / f"{path.name}.wal"
-    if good and damaged.exists():
+    damaged, *others = folder.iterdir()
+    if good and not others:  # of two log files it is not known which one the place is in
         Path(f"{path}.wal").write_bytes(damaged.read_bytes()[: int(good[1])])
     notice = (
         f"The write-ahead log of {path} is damaged ({reason}). It was moved to {folder}; results after the "
         "damage are missing here. Money is not affected: compare with `evalpurse budget verify`."
     )
     log.critical(notice)
-    return notice, bool(good)
+    return notice, path.with_name(damaged.name).exists()
 
 
 def _set_orphans_aside(home: Home) -> tuple[str, ...]:

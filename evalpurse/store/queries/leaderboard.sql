@@ -6,9 +6,9 @@
 WITH chosen AS MATERIALIZED (
   SELECT variant, variant_digest, case_digest, outcome, counted, score, cost_nusd, duration_s, reused_from <> '' AS reused
   FROM runs
-  WHERE $experiment_id IN ('', experiment_id)
-    AND $suite IN ('', suite)
-    AND $split IN ('', split)
+  WHERE (experiment_id = $experiment_id OR $experiment_id = '')
+    AND (suite = $suite OR $suite = '')
+    AND (split = $split OR $split = '')
     AND ($experiment_id <> '' OR reused_from = '')
 ),
 parts AS (
