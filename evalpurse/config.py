@@ -35,6 +35,7 @@ class Settings:
     local_isolation: str = "auto"
     batch_runs_max: int = 20_000
     infra_retries: int = 2
+    infra_retry_delay_s: float = 1.0
     http_port: int = 0
     reuse: bool = True
 
@@ -61,6 +62,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "local_usd_per_hour": (0, 1_000),
     "batch_runs_max": (1, 1_000_000),
     "infra_retries": (0, 10),
+    "infra_retry_delay_s": (0, 600),
     "http_port": (0, 65_535),
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,16 @@ class Home:
         ):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return self
+
+    def identity(self) -> str:
+        """A random name for this home, made once: by it a sandbox is known as ours wherever it runs."""
+        file = self.path / "identity"
+        try:
+            with file.open("x", encoding="utf-8") as fresh:
+                fresh.write(secrets.token_hex(8))
+        except FileExistsError:
+            pass
+        return file.read_text(encoding="utf-8")
 
     @property
     def config_file(self) -> Path:

@@ -141,3 +141,45 @@ class SetupFailedError(EvalpurseError):
     """A setup command of a variant failed."""
 
     code: ClassVar[str] = "setup_failed"
+
+
+class BadLaunchError(EvalpurseError):
+    """A launch asks for something that cannot be; nothing was started or held."""
+
+    code: ClassVar[str] = "bad_launch"
+
+
+class IdempotencyConflictError(EvalpurseError):
+    """The idempotency key already stands for an experiment with other arguments."""
+
+    code: ClassVar[str] = "idempotency_conflict"
+
+
+class UnknownExperimentError(EvalpurseError):
+    """There is no such experiment."""
+
+    code: ClassVar[str] = "unknown_experiment"
+
+
+class UnknownRunError(EvalpurseError):
+    """There is no such run, or it has not ended."""
+
+    code: ClassVar[str] = "unknown_run"
+
+
+class HiddenError(EvalpurseError):
+    """The content of holdout cases and their results is not shown."""
+
+    code: ClassVar[str] = "hidden"
+
+
+class LeavingError(EvalpurseError):
+    """The daemon is stopping and starts nothing new."""
+
+    code: ClassVar[str] = "daemon_stopping"
+
+
+class IsolationMissingError(EvalpurseError):
+    """Isolation of local sandboxes is required, and does not work on this machine."""
+
+    code: ClassVar[str] = "isolation_missing"

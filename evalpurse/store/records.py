@@ -76,6 +76,10 @@ class ExperimentRow(Record):
     max_parallel: int
     backend: str
     prices_digest: str
+    baseline: str
+    idempotency_key: str
+    arguments_digest: str
+    reuse: bool
     created_at: datetime
 
 

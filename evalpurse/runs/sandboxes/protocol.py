@@ -73,6 +73,8 @@ class EndReason(Enum):
     """It had more processes than allowed."""
     DISK = "disk"
     """It wrote more than allowed."""
+    STOPPED = "stopped"
+    """It was ended by `stop`: its exit code tells nothing about it."""
     LOST = "lost"
     """The sandbox disappeared, or its end left no evidence: an infrastructure failure."""
 
@@ -103,7 +105,10 @@ class Output:
 
 @dataclass(frozen=True)
 class ExecResult:
-    """A finished grader command. `exit_code` is None when it was ended at its timeout."""
+    """A finished grader command. `exit_code` is None when it was ended at its timeout or at a limit.
+
+    The last line of `log` then says which.
+    """
 
     exit_code: int | None
     log: bytes
@@ -125,6 +130,9 @@ class Sandbox(Protocol):
 
         Cancelling the wait leaves the harness running.
         """
+
+    async def stop(self) -> Ended | None:
+        """Ends the harness and all its processes now and keeps the sandbox; None when it never started."""
 
     async def get(self) -> Output:
         """Reads what the harness left in its output folder."""
@@ -153,6 +161,12 @@ class Backend(Protocol):
     """A maker of sandboxes."""
 
     name: str
+    can_vanish: bool
+    """Whether a sandbox can disappear without us; then the intent to create one is recorded first."""
+
+    @property
+    def isolation_statement(self) -> str:
+        """What keeps its sandboxes apart, and what does not, for people."""
 
     @property
     def nusd_per_second(self) -> int:

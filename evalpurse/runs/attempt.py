@@ -1,0 +1,260 @@
+"""One attempt, from its hold to its settlement.
+
+Every step leaves evidence before the next is taken: the hold is durable before the sandbox exists, the
+sandbox's own marker before the harness starts, the rows of the result before the sandbox is removed, and
+the removal before the hold is settled. A daemon killed at any instant finds, for each open hold, either
+recorded rows, or a sandbox, or proof that nothing was started.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import anyio
+import anyio.to_thread
+
+from evalpurse.budget.accounts import Role
+from evalpurse.budget.errors import LedgerUnavailableError
+from evalpurse.runs.cases import CaseContent
+from evalpurse.runs.charge import NOTHING_RAN, Charge, CostSource, charge_for, sandbox_cost_nusd
+from evalpurse.runs.errors import GraderError, SandboxError
+from evalpurse.runs.graders import grade_all
+from evalpurse.runs.graders.metrics import HarnessMetrics, parse_metrics
+from evalpurse.runs.job import Job, Result
+from evalpurse.runs.lab import Lab
+from evalpurse.runs.outcomes import TREATMENTS, Outcome, outcome_of_end
+from evalpurse.runs.rows import attempt_row, keep_output, run_row, score_rows, usage_rows
+from evalpurse.runs.sandboxes.protocol import Ended, EndReason, Output, Sandbox, SandboxSpec
+from evalpurse.store.errors import StoreError
+from evalpurse.store.records import EventRow, Record
+
+log = logging.getLogger(__name__)
+
+
+class Attempt:
+    """Carries out one job in one sandbox. `run` is called once."""
+
+    def __init__(
+        self,
+        lab: Lab,
+        job: Job,
+        slot: anyio.CapacityLimiter,
+        *,
+        adopted: Sandbox | None,
+        leaving: Callable[[], bool],
+    ) -> None:
+        self._lab = lab
+        self._job = job
+        self._slot = slot
+        self._leaving = leaving
+        self._sandbox = adopted
+        self._intended = False
+        self._intended_at = datetime.now(UTC)
+        self.recorded: Outcome | None = None
+        """The run's outcome, once its row is durable."""
+
+    async def run(self, *, last: bool) -> Result:
+        """Runs the job to its recorded, settled end.
+
+        Unless this is the `last` attempt, an outcome that is retried leaves the run open (`recorded` stays
+        None). A cancellation ends and settles the sandbox, unless the daemon is leaving: then it stays for
+        the next daemon.
+        """
+        try:
+            async with self._slot, self._lab.slots:
+                result = await self._carry_out()
+        except anyio.get_cancelled_exc_class():
+            if not self._leaving():
+                with anyio.CancelScope(shield=True):
+                    await self.abandon(Outcome.CANCELLED, "Cancelled.")
+            raise
+        with anyio.CancelScope(shield=True):
+            await self._conclude(result, final=last or not TREATMENTS[result.outcome].retried)
+        return result
+
+    async def abandon(self, outcome: Outcome, reason: str) -> None:
+        """Ends the sandbox, if there is one, and records and settles the attempt with this outcome."""
+        await self._conclude(await self._evidence(outcome, reason), final=True)
+
+    async def _carry_out(self) -> Result:
+        try:
+            sandbox = self._sandbox or await self._create()
+            self._sandbox = sandbox
+            self._step("start")
+            await sandbox.start()
+            ended = await sandbox.wait()
+            self._step("collect", ended.reason.value)
+            output = await sandbox.get() if ended.reason is not EndReason.LOST else None
+            return await self._judge(sandbox, ended, output)
+        except SandboxError as error:
+            return self._infra_error(str(error))
+        except (StoreError, LedgerUnavailableError):
+            raise
+        except Exception as error:
+            log.exception("attempt %s failed inside evalpurse", self._job.attempt_id)
+            return self._infra_error(
+                f"Internal error: {type(error).__name__}: {error}. See the daemon's log."
+            )
+
+    async def _create(self) -> Sandbox:
+        intent = EventRow(
+            self._intended_at,
+            self._job.planned.experiment_id,
+            self._job.planned.run_id,
+            self._job.attempt_id,
+            "create",
+            "",
+        )
+        if self._lab.backend.can_vanish:
+            self._intended = True
+            await self._lab.store.append([intent])
+        else:
+            self._lab.events.add(intent)
+        content = await self._lab.content(self._job.case)
+        return await self._lab.backend.create(self._spec(content))
+
+    def _spec(self, content: CaseContent) -> SandboxSpec:
+        job, variant, prepared = self._job, self._job.variant, self._job.prepared
+        if prepared is None:
+            raise SandboxError(f"The source of variant {variant.name} is not prepared.")
+        return SandboxSpec(
+            name=job.attempt_id,
+            tags={
+                "home": self._lab.home_id,
+                "experiment": job.planned.experiment_id,
+                "run": job.planned.run_id,
+                "attempt": str(job.number),
+            },
+            prepared=prepared,
+            command=variant.spec.command,
+            case_files=content.files,
+            params=variant.spec.params,
+            env=variant.spec.env,
+            secrets=self._lab.secrets(variant.spec.secrets),
+            network=variant.spec.network,
+            limits=job.limits,
+            allowance_usd=self._lab.usd_text(job.allowance_nusd),
+        )
+
+    async def _judge(self, sandbox: Sandbox, ended: Ended, output: Output | None) -> Result:
+        metrics = parse_metrics(output.metrics) if output is not None else None
+        charge = self._charge(metrics)
+        outcome = outcome_of_end(ended, over_allowance=charge.over_allowance)
+        if not TREATMENTS[outcome].graded or output is None:
+            error = " ".join(part for part in (_end_text(outcome, ended), charge.note) if part)
+            return Result(outcome, charge, ended, output, metrics, error=error)
+        self._step("grade")
+        content = await self._lab.content(self._job.case)
+        try:
+            graded = await grade_all(content.graders, output, content, sandbox)
+        except GraderError as error:
+            charge = self._charge(metrics)
+            return Result(Outcome.GRADER_ERROR, charge, ended, output, metrics, error=str(error))
+        return Result(
+            Outcome.SCORED, self._charge(metrics), ended, output, metrics, graded, error=charge.note
+        )
+
+    def _infra_error(self, error: str) -> Result:
+        charge = self._charge(None) if self._sandbox is not None else NOTHING_RAN
+        return Result(Outcome.INFRA_ERROR, charge, error=error)
+
+    async def _evidence(self, outcome: Outcome, reason: str) -> Result:
+        """What an attempt that is given up has used, read before its sandbox goes."""
+        if self._sandbox is None:
+            self._sandbox = await self._lab.backend.find(self._job.attempt_id)
+        if self._sandbox is None:
+            charge = self._vanished() if self._intended else NOTHING_RAN
+            return Result(outcome, charge, error=reason)
+        try:
+            ended = await self._sandbox.stop()
+            output = await self._sandbox.get()
+        except SandboxError as error:
+            return Result(outcome, self._charge(None), error=f"{reason} {error}")
+        if ended is None:
+            return Result(outcome, NOTHING_RAN, error=reason)
+        metrics = parse_metrics(output.metrics)
+        charge = self._charge(metrics)
+        return Result(outcome, charge, ended, output, metrics, error=f"{reason} {charge.note}".strip())
+
+    def _vanished(self) -> Charge:
+        """A sandbox that was asked for and is gone: nothing proves that it cost less than its hold."""
+        job = self._job
+        return Charge(
+            job.allowance_nusd, job.hold_nusd - job.allowance_nusd, CostSource.ASSUMED, note="It disappeared."
+        )
+
+    def _charge(self, metrics: HarnessMetrics | None) -> Charge:
+        now = datetime.now(UTC)
+        made_at = self._sandbox.created_at if self._sandbox is not None else now
+        seconds = (now - made_at).total_seconds()
+        return charge_for(
+            metrics,
+            allowance_nusd=self._job.allowance_nusd,
+            sandbox_nusd=sandbox_cost_nusd(seconds, self._lab.backend.nusd_per_second),
+            prices=self._lab.prices,
+            at=made_at,
+        )
+
+    async def _conclude(self, result: Result, *, final: bool) -> None:
+        """Record, remove, settle: each durable before the next, each repeated until it is done."""
+        rows = await self._lab.until_recorded(lambda: self._rows(result, final=final))
+        await self._lab.until_recorded(lambda: self._lab.store.append(rows))
+        self.recorded = result.outcome if final else None
+        if self._sandbox is not None:
+            await self._sandbox.terminate()
+        await self._lab.until_recorded(lambda: self._settle(result))
+
+    async def record_as_final(self, result: Result) -> None:
+        """Makes the last attempt's end the run's end, when no further attempt can be made."""
+        rows = await self._lab.until_recorded(lambda: self._final_rows(result))
+        await self._lab.until_recorded(lambda: self._lab.store.append(rows))
+        self.recorded = result.outcome
+
+    async def _settle(self, result: Result) -> None:
+        job = self._job
+        await self._lab.ledger.settle(job.attempt_id, result.charge.total_nusd, detail=result.outcome.value)
+        if result.charge.model_nusd > job.allowance_nusd or (
+            result.charge.over_allowance and result.charge.source is CostSource.ASSUMED
+        ):
+            await self._lab.ledger.freeze(
+                f"overrun:{job.attempt_id}",
+                job.planned.experiment_id,
+                reason=result.charge.note,
+                by=Role.AGENT,
+            )
+
+    async def _rows(self, result: Result, *, final: bool) -> list[Record]:
+        job = self._job
+        rows: list[Record] = [attempt_row(job, result, self._lab.backend.name), *usage_rows(job, result)]
+        if final:
+            rows += await self._final_rows(result)
+        return rows
+
+    async def _final_rows(self, result: Result) -> list[Record]:
+        kept = await anyio.to_thread.run_sync(keep_output, self._lab.store.blobs, result.output)
+        return [run_row(self._job, result, kept, self._intended_at), *score_rows(self._job, result)]
+
+    def _step(self, step: str, detail: str = "") -> None:
+        planned = self._job.planned
+        self._lab.events.add(
+            EventRow(
+                datetime.now(UTC), planned.experiment_id, planned.run_id, self._job.attempt_id, step, detail
+            )
+        )
+
+
+def _end_text(outcome: Outcome, ended: Ended) -> str:
+    match outcome:
+        case Outcome.INFRA_ERROR:
+            return ended.detail or "The sandbox disappeared."
+        case Outcome.TIMEOUT:
+            return ended.detail or "Ended at its deadline."
+        case Outcome.AGENT_ERROR if ended.reason is EndReason.EXITED:
+            code = ended.exit_code
+            return f"Signal {-code}." if code is not None and code < 0 else f"Exit code {code}."
+        case Outcome.AGENT_ERROR:
+            return ended.detail or f"Went over its limit of {ended.reason.value}."
+        case _:
+            return ""

@@ -1,0 +1,97 @@
+"""What every run works with: one store, one ledger, one backend and its slots, one price list."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import TypeVar
+
+import anyio
+
+from evalpurse.budget.errors import LedgerUnavailableError
+from evalpurse.budget.ledger import Ledger
+from evalpurse.budget.money import NUSD_PER_USD
+from evalpurse.budget.prices import Prices
+from evalpurse.config import Settings
+from evalpurse.home import Home
+from evalpurse.runs.cases import Case, CaseContent, Cases
+from evalpurse.runs.errors import UnknownSecretError
+from evalpurse.runs.events import EventLog
+from evalpurse.runs.sandboxes.protocol import Backend
+from evalpurse.runs.variants import Variants
+from evalpurse.store.database import Store
+from evalpurse.store.errors import StoreError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+RETRY_WRITE_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Waits between tries to write what was paid for; the last one repeats until it is written."""
+
+CONTENTS_KEPT = 256
+
+
+@dataclass
+class Lab:
+    """Shared by all experiments of one daemon."""
+
+    home: Home
+    home_id: str
+    settings: Settings
+    store: Store
+    ledger: Ledger
+    prices: Prices
+    backend: Backend
+    cases: Cases
+    variants: Variants
+    events: EventLog
+    slots: anyio.CapacityLimiter
+    _contents: OrderedDict[str, CaseContent] = field(default_factory=OrderedDict)
+
+    async def content(self, case: Case) -> CaseContent:
+        """A case's input, files and graders; the last few hundred are kept in memory."""
+        kept = self._contents.get(case.case_digest)
+        if kept is None:
+            kept = await self.cases.content(case)
+            self._contents[case.case_digest] = kept
+            if len(self._contents) > CONTENTS_KEPT:
+                self._contents.popitem(last=False)
+        return kept
+
+    def secrets(self, names: Sequence[str]) -> dict[str, str]:
+        """Values of the named secrets, read from the home folder at the moment of use.
+
+        Raises:
+            UnknownSecretError: a name without a file.
+        """
+        values: dict[str, str] = {}
+        for name in names:
+            file = self.home.secrets / name
+            if not file.is_file():
+                raise UnknownSecretError(
+                    f"Secret {name} is not in this home folder.",
+                    hint=f"Its owner adds it with: evalpurse secrets set {name}",
+                )
+            values[name] = file.read_text(encoding="utf-8").rstrip("\n")
+        return values
+
+    @staticmethod
+    def usd_text(nusd: int) -> str:
+        """Nano-dollars as an exact decimal number of dollars, for a harness to read."""
+        return f"{Decimal(nusd) / NUSD_PER_USD:f}"
+
+    async def until_recorded(self, write: Callable[[], Awaitable[T]]) -> T:
+        """Repeats a write that must not be lost until it succeeds: a full disk delays, it never drops."""
+        tries = 0
+        while True:
+            try:
+                return await write()
+            except (StoreError, LedgerUnavailableError) as error:
+                wait_s = RETRY_WRITE_S[min(tries, len(RETRY_WRITE_S) - 1)]
+                log.warning("a result could not be written yet, next try in %.1f s: %s", wait_s, error)
+                tries += 1
+                await anyio.sleep(wait_s)

@@ -1,0 +1,139 @@
+"""Taking up an experiment where a dead daemon left it.
+
+For every open hold there is evidence of what became of its attempt: recorded rows (settle with their
+cost), a live or ended sandbox (go on with it), or neither, which on a backend whose sandboxes cannot
+vanish proves that nothing was started (start it now, under the same hold), and elsewhere, once the intent
+to create is on record, that it was lost (charged in full, then tried again).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from evalpurse.budget.accounts import HoldState
+from evalpurse.runs.lab import Lab
+from evalpurse.runs.outcomes import Outcome
+from evalpurse.runs.plan import blocks
+from evalpurse.runs.schedule import ExperimentRunner, Turn
+from evalpurse.store.records import AttemptRow, ExperimentRow, PlannedRunRow
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Past:
+    """What the store knows of an experiment's runs."""
+
+    planned: Sequence[PlannedRunRow]
+    ended: Mapping[str, str]
+    attempts: Mapping[str, AttemptRow]
+    intended: frozenset[str]
+
+    def attempts_of(self, run_id: str) -> list[AttemptRow]:
+        found = [attempt for attempt in self.attempts.values() if attempt.run_id == run_id]
+        return sorted(found, key=lambda attempt: attempt.number)
+
+
+async def recover(lab: Lab, experiment: ExperimentRow) -> ExperimentRunner:
+    """A runner that goes on with an unfinished experiment; every hold that can be is settled first."""
+    past = await _past_of(lab, experiment.experiment_id)
+    going: dict[str, HoldState] = {}
+    for hold in lab.ledger.open_holds(f"{experiment.experiment_id}."):
+        if not await _settle_on_record(lab, past, hold):
+            going[hold.hold_id.rpartition(".")[0]] = hold
+    turns = [await _turn(lab, past, row, going) for row in past.planned if row.run_id not in past.ended]
+    pending = {turn.planned.run_id: turn for turn in turns if turn.planned.run_id not in going}
+    cases = await lab.cases.versions(
+        experiment.suite, {(row.case_id, row.case_version) for row in past.planned}
+    )
+    runner = ExperimentRunner(
+        lab,
+        experiment,
+        cases,
+        [await lab.variants.get(name) for name in experiment.variants],
+        pending=[
+            [pending[row.run_id] for row in block]
+            for block in blocks(row for row in past.planned if row.run_id in pending)
+        ],
+        ended=Counter(past.ended.values()),
+    )
+    for turn in turns:
+        if turn.planned.run_id in going:
+            runner.adopt(turn)
+    log.info(
+        "recovered %s: %d ended, %d with a hold, %d pending",
+        experiment.experiment_id,
+        len(past.ended),
+        len(going),
+        len(pending),
+    )
+    return runner
+
+
+async def _past_of(lab: Lab, experiment_id: str) -> _Past:
+    planned = await lab.store.fetch("planned_runs_of", experiment_id=experiment_id)
+    ended = await lab.store.fetch("outcomes_of", experiment_id=experiment_id)
+    attempts = await lab.store.fetch("attempts_of_experiment", experiment_id=experiment_id)
+    intended = await lab.store.fetch("intended_attempts", experiment_id=experiment_id)
+    return _Past(
+        [PlannedRunRow(**row) for row in planned],
+        {row["run_id"]: row["outcome"] for row in ended},
+        {row["attempt_id"]: AttemptRow(**row) for row in attempts},
+        frozenset(row["attempt_id"] for row in intended),
+    )
+
+
+async def _settle_on_record(lab: Lab, past: _Past, hold: HoldState) -> bool:
+    """Settles a hold whose attempt is on record, or whose run ended without one."""
+    run_id = hold.hold_id.rpartition(".")[0]
+    recorded = past.attempts.get(hold.hold_id)
+    if recorded is None and run_id not in past.ended:
+        return False
+    sandbox = await lab.backend.find(hold.hold_id)
+    if sandbox is not None:
+        await sandbox.terminate()
+    if recorded is not None:
+        await lab.ledger.settle(hold.hold_id, recorded.cost_nusd, detail=recorded.outcome)
+    else:
+        await lab.ledger.release(hold.hold_id, proof=f"{past.ended[run_id]}: its sandbox was never made")
+    return True
+
+
+async def _turn(lab: Lab, past: _Past, row: PlannedRunRow, going: dict[str, HoldState]) -> Turn:
+    """The next attempt of a run without outcome."""
+    earlier = past.attempts_of(row.run_id)
+    charged = sum(attempt.cost_nusd for attempt in earlier)
+    number = earlier[-1].number + 1 if earlier else 1
+    hold = going.get(row.run_id)
+    if hold is None:
+        return Turn(row, number, charged)
+    sandbox = await lab.backend.find(hold.hold_id)
+    if sandbox is None and lab.backend.can_vanish and hold.hold_id in past.intended:
+        await _record_lost(lab, row, hold, number)
+        del going[row.run_id]
+        return Turn(row, number + 1, charged + hold.amount_nusd)
+    return Turn(row, number, charged, adopted=sandbox)
+
+
+async def _record_lost(lab: Lab, row: PlannedRunRow, hold: HoldState, number: int) -> None:
+    """A sandbox that was asked for and is gone: nothing proves that it cost less than its hold."""
+    now = datetime.now(UTC)
+    lost = AttemptRow(
+        attempt_id=hold.hold_id,
+        run_id=row.run_id,
+        experiment_id=row.experiment_id,
+        number=number,
+        backend=lab.backend.name,
+        outcome=Outcome.INFRA_ERROR.value,
+        cost_nusd=hold.amount_nusd,
+        hold_nusd=hold.amount_nusd,
+        detail="The sandbox disappeared while no daemon was running; its whole hold was charged.",
+        started_at=None,
+        ended_at=now,
+    )
+    await lab.store.append([lost])
+    await lab.ledger.settle(hold.hold_id, hold.amount_nusd, detail=Outcome.INFRA_ERROR.value)

@@ -1,0 +1,116 @@
+"""Everything that a daemon serves, opened together and closed in order: the one set of services that the
+tools, the command line and the pages share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import anyio
+
+from evalpurse.budget.ledger import Ledger
+from evalpurse.budget.prices import Prices
+from evalpurse.config import Settings
+from evalpurse.home import Home
+from evalpurse.runs.cases import Cases
+from evalpurse.runs.events import EventLog
+from evalpurse.runs.experiments import Experiments
+from evalpurse.runs.lab import Lab
+from evalpurse.runs.mirror import Mirror
+from evalpurse.runs.results import Results
+from evalpurse.runs.sandboxes.protocol import Backend
+from evalpurse.runs.variants import Variants
+from evalpurse.store.database import Store
+from evalpurse.store.query import QueryService
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Services:
+    """Open services of one home folder."""
+
+    home: Home
+    settings: Settings
+    store: Store
+    ledger: Ledger
+    prices: Prices
+    backend: Backend
+    cases: Cases
+    variants: Variants
+    experiments: Experiments
+    results: Results
+    queries: QueryService
+
+    async def drain(self) -> None:
+        """Starts nothing new and lets go of what runs; sandboxes go on for the next daemon."""
+        await self.experiments.leave()
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, home: Home, settings: Settings, *, backend: Backend | None = None
+    ) -> AsyncIterator[Services]:
+        """Opens store, ledger and backend, takes up unfinished experiments, and closes all at the end.
+
+        Raises:
+            StoreError, BudgetError: the data is locked by another process, newer than this version, or
+                damaged; the message says what to do.
+        """
+        async with AsyncExitStack() as stack:
+            store = await Store.open(home)
+            stack.push_async_callback(store.close)
+            ledger = await Ledger.open(home.ledger_file)
+            stack.push_async_callback(ledger.close_ledger)
+            prices = await Prices.load(home.path / "prices.toml")
+            chosen = backend if backend is not None else _local(home, settings)
+            stack.push_async_callback(chosen.close)
+            cases, variants, events = Cases(store), Variants(store, home), EventLog(store)
+            lab = Lab(
+                home=home,
+                home_id=home.identity(),
+                settings=settings,
+                store=store,
+                ledger=ledger,
+                prices=prices,
+                backend=chosen,
+                cases=cases,
+                variants=variants,
+                events=events,
+                slots=anyio.CapacityLimiter(settings.local_max_parallel),
+            )
+            queries = QueryService(store, home)
+            stack.push_async_callback(queries.close)
+            mirror = Mirror(store, ledger)
+            async with anyio.create_task_group() as tasks:
+                experiments = Experiments(lab, tasks)
+                tasks.start_soon(events.run)
+                tasks.start_soon(mirror.run)
+                await experiments.recover()
+                results = Results(lab, experiments)
+                yield cls(
+                    home,
+                    settings,
+                    store,
+                    ledger,
+                    prices,
+                    chosen,
+                    cases,
+                    variants,
+                    experiments,
+                    results,
+                    queries,
+                )
+                await experiments.leave()
+                with anyio.CancelScope(shield=True):
+                    await events.flush()
+                    await mirror.copy()
+                tasks.cancel_scope.cancel()
+
+
+def _local(home: Home, settings: Settings) -> Backend:
+    from evalpurse.runs.sandboxes.local import LocalBackend
+
+    return LocalBackend(home, settings)
