@@ -20,8 +20,6 @@ from evalpurse.tools.toolbox import ServicesReady, Toolbox
 
 Register = Callable[[Toolbox], None]
 
-REGISTERS: tuple[Register, ...] = ()
-
 INSTRUCTIONS = """\
 evalpurse runs eval experiments for you inside a purse that a person set and nobody else can raise.
 
@@ -79,17 +77,30 @@ class ToolServer(MCPServer[dict[str, Any]]):
         await serve_dual_era_loop(self._lowlevel_server, read_stream, write_stream, lifespan_state={})
 
 
+def all_tools() -> Sequence[Register]:
+    """What registers each group of tools, in the order a model sees them."""
+    from evalpurse.tools import budget, cases, experiments, results, variants
+
+    return (
+        cases.register,
+        variants.register,
+        experiments.register,
+        results.register,
+        budget.register,
+    )
+
+
 def build_server(
-    services_ready: ServicesReady, *, registers: Sequence[Register] = REGISTERS, strict_size: bool = False
+    services_ready: ServicesReady, *, registers: Sequence[Register] | None = None, strict_size: bool = False
 ) -> ToolServer:
     """The server with all its tools.
 
     Args:
         services_ready: returns the services; raises the reason when they cannot be had.
-        registers: what registers the tools; tests pass their own.
+        registers: what registers the tools, if not `all_tools()`; tests pass their own.
         strict_size: an answer above 40 kB is an error instead of a line in the log.
     """
     toolbox = Toolbox(services_ready, strict_size=strict_size)
-    for register in registers:
+    for register in all_tools() if registers is None else registers:
         register(toolbox)
     return ToolServer(toolbox)

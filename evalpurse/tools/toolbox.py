@@ -314,7 +314,7 @@ def failure(code: str, message: str, hint: str, facts: dict[str, Any]) -> CallTo
     )
 
 
-def checked(model: type[Model], **fields: Any) -> Model:
+def checked(model: type[Model], /, **fields: Any) -> Model:
     """A model made of a tool's arguments, whose rules the tool's own signature does not carry.
 
     Raises:
