@@ -124,9 +124,9 @@ async def test_other_content_under_an_id_needs_replace_and_makes_a_version(cases
     assert (await cases.content(old)).files == {"input.txt": b"What is 6 x 7?"}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+async def test_any_change_of_a_case_is_a_change_of_its_digest(cases: Cases) -> None:
+    await cases.create("s", [case()])
+    changes: list[dict[str, Any]] = [
         {"input": "x"},
         {"files": {"a": "b"}},
         {"graders": [{"type": "exact", "expected": "43"}]},
@@ -135,12 +135,10 @@ async def test_other_content_under_an_id_needs_replace_and_makes_a_version(cases
         {"split": "holdout"},
         {"timeout_s": 5},
         {"metadata": {"k": "v"}},
-    ],
-)
-async def test_any_change_of_a_case_is_a_change_of_its_digest(cases: Cases, change: dict[str, Any]) -> None:
-    await cases.create("s", [case()])
-    with pytest.raises(CaseExistsError):
-        await cases.create("s", [case(**change)])
+    ]
+    for change in changes:
+        with pytest.raises(CaseExistsError):
+            await cases.create("s", [case(**change)])
 
 
 async def test_ids_given_twice_are_named(cases: Cases) -> None:

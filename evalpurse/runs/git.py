@@ -5,9 +5,10 @@ No `GIT_*` variable, hook, file system monitor, network or question to a person 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -15,6 +16,8 @@ from evalpurse.runs.errors import SourceError
 
 GIT_TIMEOUT_S = 120.0
 _COPY_BYTES = 1 << 20
+_ASKED_AHEAD = 100
+"""Requests on their way to git at once: they must fit a pipe, or both sides would wait for each other."""
 
 # Settings that could start a program or the network. They win over every configuration file. The user's own
 # configuration is read otherwise: safe.directory, excludesFile and autocrlf decide what counts as changed.
@@ -93,19 +96,35 @@ class BlobReader:
     def __exit__(self, *_: object) -> None:
         # Not after an orderly end: a reader that is left in the middle of a blob would wait for us.
         self._process.kill()
-        self._process.communicate()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):  # requests that were not sent
+                    pipe.close()
+        self._process.wait()
 
-    def read(self, sha: str) -> Iterator[bytes]:
-        """Pieces of a blob; to be read to the end.
+    def read(self, shas: Sequence[str]) -> Iterator[Iterator[bytes]]:
+        """The blobs in the order asked for, each as pieces; each to be read to its end before the next.
 
         Raises:
-            MissingBlobError: the repository does not have it.
+            MissingBlobError: the repository does not have one of them.
         """
-        sent, received = self._process.stdin, self._process.stdout
-        if sent is None or received is None:
+        sent = self._process.stdin
+        if sent is None:
             raise RuntimeError("pipes of a running process are missing")
-        sent.write(sha.encode() + b"\n")
-        sent.flush()
+        for start in range(0, len(shas), _ASKED_AHEAD):
+            asked = shas[start : start + _ASKED_AHEAD]
+            try:
+                sent.write("".join(f"{sha}\n" for sha in asked).encode())
+                sent.flush()
+            except BrokenPipeError as error:
+                raise MissingBlobError("git ended early") from error
+            for sha in asked:
+                yield self._pieces(sha)
+
+    def _pieces(self, sha: str) -> Iterator[bytes]:
+        received = self._process.stdout
+        if received is None:
+            raise RuntimeError("pipes of a running process are missing")
         header = received.readline().split()
         if header[1:2] != [b"blob"]:
             raise MissingBlobError(f"blob {sha} is missing")

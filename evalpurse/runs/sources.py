@@ -228,11 +228,8 @@ def _check_entries(commit: Commit, entries: list[_Entry]) -> None:
             )
     small = [e for e in entries if e.mode != "120000" and len(_LFS_FIRST_LINE) < e.size <= _LFS_BYTES_MAX]
     with BlobReader(commit.repo) as blobs:
-        for entry in small:
-            try:
-                content = b"".join(blobs.read(entry.sha))
-            except MissingBlobError as error:
-                raise _incomplete(commit, f"{error} ('{entry.path}')") from error
+        for entry, pieces in zip(small, blobs.read([e.sha for e in small]), strict=True):
+            content = _whole(commit, entry, pieces)
             if content.startswith(_LFS_FIRST_LINE) and b"\noid sha256:" in content:
                 raise UnsupportedSourceError(
                     f"'{entry.path}' in commit {commit.sha} is a Git LFS pointer; the commit does not hold "
@@ -240,6 +237,13 @@ def _check_entries(commit: Commit, entries: list[_Entry]) -> None:
                     hint="Store the file in git directly, or fetch it in setup commands.",
                     path=entry.path,
                 )
+
+
+def _whole(commit: Commit, entry: _Entry, pieces: Iterable[bytes]) -> bytes:
+    try:
+        return b"".join(pieces)
+    except MissingBlobError as error:
+        raise _incomplete(commit, f"{error} ('{entry.path}')") from error
 
 
 def materialise(commit: Commit, dest: Path) -> Path:
@@ -269,16 +273,21 @@ def materialise(commit: Commit, dest: Path) -> Path:
 
 
 def _write_tree(commit: Commit, folder: Path) -> None:
+    entries = _entries(commit)
     links = []
+    made: set[str] = set()
     with BlobReader(commit.repo) as blobs:
-        for entry in _entries(commit):
+        for entry, pieces in zip(entries, blobs.read([e.sha for e in entries]), strict=True):
             target = folder / entry.path
             try:
-                target.parent.mkdir(parents=True, exist_ok=True)
+                parent = entry.path.rpartition("/")[0]
+                if parent not in made:
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    made.add(parent)
                 if entry.mode == "120000":
-                    links.append((target, os.fsdecode(b"".join(blobs.read(entry.sha)))))
+                    links.append((target, os.fsdecode(b"".join(pieces))))
                 else:
-                    _write_file(target, 0o755 if entry.mode == "100755" else 0o644, blobs.read(entry.sha))
+                    _write_file(target, 0o755 if entry.mode == "100755" else 0o644, pieces)
             except MissingBlobError as error:
                 raise _incomplete(commit, f"{error} ('{entry.path}')") from error
             except (FileExistsError, NotADirectoryError) as error:
