@@ -181,6 +181,8 @@ async def test_whatever_changes_a_run_changes_the_digest(variants: Variants, hom
         digests.add((await variants.create(spec(repo, f"v{number}", **change))).digest)
     digests.add((await variants.create(spec(repo, "later", commit=commit_files(repo, {"x": "y"})))).digest)
     assert len(digests) == len(changes) + 2
+    names = [row.variant for row in await variants.list()]
+    assert names == ["base", *(f"v{number}" for number in range(len(changes))), "later"], "oldest first"
 
 
 async def test_an_unknown_variant_or_parent_is_answered_with_the_nearest(

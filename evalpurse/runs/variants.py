@@ -278,8 +278,9 @@ class Variants:
         return variant
 
     async def list(self) -> Sequence[VariantRow]:
-        """Rows of all variants, by name."""
-        return [VariantRow(**row) for row in await self._store.fetch("list_variants")]
+        """Rows of all variants, oldest first."""
+        rows = [VariantRow(**row) for row in await self._store.fetch("list_variants")]
+        return sorted(rows, key=lambda row: row.created_at)
 
     async def prepare(self, variant: Variant, backend: Backend) -> Prepared:
         """The variant's source with overlay and setup done, made at the first call.
