@@ -104,8 +104,8 @@ def _warnings(found: Estimate, request: LaunchRequest, cases: int) -> list[str]:
     if found.funded_runs < found.new_runs:
         warnings.append(
             f"{format_usd(min(found.free_nusd, request.cap_nusd))} covers the worst case of "
-            f"{found.funded_runs} of {found.new_runs} new runs at once; more start as runs settle below their worst case, "
-            "and what never fits ends as unfunded."
+            f"{found.funded_runs} of {found.new_runs} new runs at once; more start as runs settle below "
+            "their worst case, and what never fits ends as unfunded."
         )
     if cases < 20:
         warnings.append(
