@@ -102,7 +102,7 @@ class Blobs:
                 self._opened.close()
 
     def _pack(self) -> Pack:
-        if self._opened is not None:
+        if self._opened is not None and not self._closed:
             return self._opened
         with self._opening:
             if self._closed:
@@ -156,6 +156,8 @@ class Blobs:
         try:
             packed = pack.get(_digest_bytes(digest))
         except sqlite3.DatabaseError as error:
+            if type(error) is not sqlite3.DatabaseError:  # its subclasses are about something else
+                raise StoreError(f"Blob {digest} cannot be read from {pack.path}: {error}") from error
             raise _damaged(digest, pack.path, str(error)) from error
         if packed is not None:
             return pack.path, packed
