@@ -70,12 +70,13 @@ async def furnish(
     cases: int = 3,
     variants: Sequence[str] = ("base", "new"),
     purse_usd: float = 100,
+    run: str = "true",
 ) -> None:
     """Cases in suite `qa`, variants that differ in a parameter, and a purse."""
     await services.ledger.set_limit("grant", "workspace", round(purse_usd * USD), by=Role.OWNER)
     await services.cases.create("qa", [case(number) for number in range(cases)])
     for name in variants:
-        spec = VariantSpec(name=name, repo=str(repository), run="true", params={"which": name})
+        spec = VariantSpec(name=name, repo=str(repository), run=run, params={"which": name})
         await services.variants.create(spec)
 
 

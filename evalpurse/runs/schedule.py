@@ -25,7 +25,7 @@ from evalpurse.budget.money import format_usd
 from evalpurse.runs.attempt import Attempt
 from evalpurse.runs.cases import Case
 from evalpurse.runs.charge import hold_nusd
-from evalpurse.runs.errors import SetupFailedError
+from evalpurse.runs.errors import OverlayError, SetupFailedError, SourceError
 from evalpurse.runs.job import Job
 from evalpurse.runs.lab import Lab
 from evalpurse.runs.outcomes import Outcome
@@ -218,7 +218,7 @@ class ExperimentRunner:
                 self._prepared[name] = await self._lab.variants.prepare(
                     self._variants[name], self._lab.backend
                 )
-            except SetupFailedError as error:
+            except (SourceError, OverlayError, SetupFailedError) as error:
                 log.warning("variant %s of %s: %s", name, self.experiment_id, error)
                 self._broken[name] = str(error)
 
