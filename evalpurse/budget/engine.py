@@ -21,6 +21,7 @@ from evalpurse.budget.journal import RESOLVING, Journal
 from evalpurse.budget.reader import Reader
 from evalpurse.budget.tree import Tree
 from evalpurse.budget.writer import Failure, Operation, Writer
+from evalpurse.errors import EvalpurseError
 from evalpurse.store.errors import StoreLockedError
 from evalpurse.store.lock import DataLock
 
@@ -171,8 +172,9 @@ def _open(path: Path, journal_type: type[Journal]) -> tuple[DataLock, Journal, T
 
 
 def _unavailable(path: Path, error: Exception) -> LedgerUnavailableError:
+    cause = (error.message if isinstance(error, EvalpurseError) else str(error)).rstrip(".")
     return LedgerUnavailableError(
-        f"The ledger {path} could not take the operation, so it does not count: {error}.",
+        f"The ledger {path} could not take the operation, so it does not count: {cause}.",
         hint="Start nothing new. Free some disk space if it is full, then ask again with the same id.",
-        cause=str(error),
+        cause=cause,
     )

@@ -25,6 +25,9 @@ away at every row, and gets it back from a busy event loop up to 5 ms later."""
 
 RESOLVING = frozenset((Kind.SETTLE.value, Kind.OVERRUN.value, Kind.RELEASE.value))
 _HOLD = Kind.HOLD.value
+_ABOUT_ACCOUNTS = frozenset(
+    kind.value for kind in (Kind.SET_LIMIT, Kind.FREEZE, Kind.UNFREEZE, Kind.CLOSE, Kind.GRANT, Kind.DENY)
+)
 _NEW_STATE = {
     Kind.FREEZE.value: AccountState.FROZEN.value,
     Kind.UNFREEZE.value: AccountState.OPEN.value,
@@ -172,7 +175,7 @@ class Journal:
                 change.seq = entry.seq
                 if entry.overrun_nusd > 0 and change.state != AccountState.CLOSED.value:
                     change.state = AccountState.FROZEN.value
-        if kind == _HOLD or kind in RESOLVING:
+        if kind not in _ABOUT_ACCOUNTS:
             return
         change = changes.setdefault(entry.account, _Change())
         change.seq = entry.seq

@@ -100,10 +100,11 @@ class Ledger:
     async def hold_many(self, holds: Sequence[Hold], *, atomic: bool) -> HoldManyResult:
         """Takes many holds in one durable transaction: all or none, or the longest prefix that fits.
 
-        The first hold that is refused carries its reason, the others BatchStoppedError. Unlike in `hold`, no
-        id is used up by a refusal: ask again when there is room. A hold that is already held with the same
-        fields counts as admitted. Raises BatchTooLargeError, InvalidNameError or InvalidAmountError for the
-        whole call.
+        With `atomic`, the first refusal is raised as `hold` would raise it, and nothing new is held. Without,
+        the first hold that is refused carries its reason in the result, those after it BatchStoppedError.
+        Unlike in `hold`, no id is used up by a refusal: ask again when there is room. A hold that is already
+        held with the same fields counts as admitted. Raises BatchTooLargeError, InvalidNameError or
+        InvalidAmountError for the whole call.
         """
         self._engine.check_ready()
         if len(holds) > HOLDS_MAX:
@@ -317,18 +318,14 @@ class Ledger:
                         entries.append(tree.hold(hold, at_us))
                         known[hold.hold_id] = (entries[-1], None)
                 except errors.BudgetError as refusal:
+                    if atomic:
+                        raise
                     refused = [(hold.hold_id, refusal), *_not_tried(holds[at + 1 :], hold.hold_id)]
                     break
                 admitted[hold.hold_id] = None
         except BaseException:
             tree.take_back(entries)
             raise
-        if refused and atomic:
-            tree.take_back(entries)
-            new = {entry.operation_id for entry in entries}
-            refused[:0] = _not_tried([hold for hold in holds if hold.hold_id in new], refused[0][0])
-            admitted = {name: None for name in admitted if name not in new}
-            entries = []
         return entries, in_flight, HoldManyResult(list(admitted), refused)
 
     async def _hold_again(self, hold: Hold, entry: Entry, operation: Operation | None) -> HoldState:
