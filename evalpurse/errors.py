@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+ERROR_META = "evalpurse/error"
+"""Key in the `_meta` of a failed tool call under which programs find code, message, hint and facts."""
+
 
 class EvalpurseError(Exception):
     """Something a caller could have avoided, or can mend; its text is complete on its own."""

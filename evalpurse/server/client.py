@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evalpurse import __version__
+from evalpurse.errors import ERROR_META
 from evalpurse.home import Home
 from evalpurse.server.errors import LostError, RefusedError
 from evalpurse.server.link import Link
@@ -57,11 +58,11 @@ class Client:
             LostError: the daemon went away first.
         """
         result = self._ask("tools/call", {"name": tool, "arguments": arguments}, on_progress)
-        facts = result.get("structuredContent") or {}
         text = "\n".join(block["text"] for block in result.get("content", ()) if block["type"] == "text")
         if not result.get("isError"):
-            return ToolResult(facts, text)
-        return ToolResult({}, text, facts.get("error") or {"code": "failed", "message": text, "hint": ""})
+            return ToolResult(result.get("structuredContent") or {}, text)
+        error = result.get("_meta", {}).get(ERROR_META)
+        return ToolResult({}, text, error or {"code": "failed", "message": text, "hint": ""})
 
     def _ask(self, method: str, params: dict[str, Any], on_progress: Progress | None) -> dict[str, Any]:
         self._last_id += 1

@@ -25,7 +25,7 @@ from mcp.server.mcpserver.utilities.func_metadata import ArgModelBase
 from mcp.types import CallToolResult, InputRequiredResult, TextContent, ToolAnnotations
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
-from evalpurse.errors import EvalpurseError
+from evalpurse.errors import ERROR_META, EvalpurseError
 from evalpurse.tools.schemas import SchemaError, check_input, fields_at, flatten
 
 if TYPE_CHECKING:
@@ -305,12 +305,16 @@ class Toolbox:
 
 
 def failure(code: str, message: str, hint: str, facts: dict[str, Any]) -> CallToolResult:
-    """A failed call; hosts show only the text, programs read the structure."""
+    """A failed call; hosts show only the text, programs read `_meta`.
+
+    Nothing is in structuredContent: the first generation of the TypeScript SDK holds what it finds there
+    against the tool's output schema, for errors too, and would throw its own complaint in place of the text.
+    """
     text = f"{message} {hint}".strip() + f" [code: {code}]"
     plain = json.loads(json.dumps(facts, default=str))
     error = {"code": code, "message": message, "hint": hint, "facts": plain}
     return CallToolResult(
-        content=[TextContent(type="text", text=text)], structured_content={"error": error}, is_error=True
+        content=[TextContent(type="text", text=text)], is_error=True, _meta={ERROR_META: error}
     )
 
 
