@@ -36,11 +36,12 @@ if TYPE_CHECKING:
     from evalpurse.tools.app import Register
     from evalpurse.tools.toolbox import Session
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("evalpurse.server.daemon")  # also when it runs as __main__
 
 DRAIN_TIMEOUT_S = 10.0
 DRAIN_TIMEOUT_S_MAX = 3600.0
-LOCK_TIMEOUT_S = 3.0  # a client that looks whether the lock is held takes it for an instant
+HANG_UP_TIMEOUT_S = 2.0
+LOCK_TIMEOUT_S = 1.0  # a client that looks whether the lock is held takes it for an instant
 FIRST_LIST_TIMEOUT_S = 0.3
 
 
@@ -58,27 +59,30 @@ class Daemon:
     ) -> None:
         import anyio
 
+        from evalpurse.server import owner
         from evalpurse.server.control import Registry
         from evalpurse.server.doors import RawDoor
         from evalpurse.server.keeper import Keeper
         from evalpurse.server.tokens import Tokens
-        from evalpurse.tools.app import REGISTERS, build_server
+        from evalpurse.tools.app import build_server
 
         self.home = home
         self.settings = settings
         self.keeper = Keeper(home, settings, open_services)
-        self.server = build_server(self.keeper.ready, registers=REGISTERS if registers is None else registers)
+        self.server = build_server(self.keeper.ready, registers=registers)
         self.control = Registry()
         self.tokens = Tokens.load(home)
         self.raw = RawDoor(self.tokens, self.server, self.control)
         self._tcp = tcp or not hasattr(socket, "AF_UNIX")
         self._started_at = time.time()
         self._leave = anyio.Event()
+        self._raw_ended = anyio.Event()
         self._drain_timeout_s = DRAIN_TIMEOUT_S
         self._drain_scope = anyio.CancelScope()
         self._http_port: int | None = None
         self._http_error = ""
         self._register_control()
+        owner.register(self.control, self.keeper.ready)
 
     async def run(self, tell_ready: Callable[[], None]) -> None:
         """Serves until told to leave.
@@ -107,7 +111,7 @@ class Daemon:
         import anyio
 
         async with anyio.create_task_group() as doors:
-            doors.start_soon(self.raw.serve, listener)
+            doors.start_soon(self._serve_raw, listener)
             doors.start_soon(self._watch_signals)
             if http_socket is not None:
                 doors.start_soon(self._serve_http, http_socket)
@@ -116,7 +120,14 @@ class Daemon:
             with self._drain_scope:
                 if not await self.keeper.drain(self._drain_timeout_s):
                     log.warning("not drained within %g s", self._drain_timeout_s)
+            self.raw.hang_up()
+            with anyio.move_on_after(HANG_UP_TIMEOUT_S):
+                await self._raw_ended.wait()
             doors.cancel_scope.cancel()
+
+    async def _serve_raw(self, listener: Listener[SocketStream]) -> None:
+        await self.raw.serve(listener)
+        self._raw_ended.set()
 
     def leave(self, timeout_s: float = DRAIN_TIMEOUT_S) -> None:
         """Starts the way out; asked a second time, it no longer waits for what runs."""

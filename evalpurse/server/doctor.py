@@ -63,7 +63,7 @@ def examine(home: Home) -> list[Check]:
 def _examine(look: Callable[[Home], Check], home: Home) -> Check:
     try:
         return look(home)
-    except (EvalpurseError, OSError) as error:
+    except (EvalpurseError, OSError, sqlite3.Error, subprocess.SubprocessError) as error:
         mend = error.hint if isinstance(error, EvalpurseError) else ""
         message = error.message if isinstance(error, EvalpurseError) else str(error)
         return Check(look.__name__.lstrip("_"), "fail", message, mend)
@@ -179,7 +179,7 @@ def _config(home: Home) -> Check:
 
 
 def _tokens(home: Home) -> Check:
-    if not home.tokens.exists():
+    if not any((home.tokens / role).exists() for role in ROLES):
         return Check("tokens", "ok", "made when the daemon first starts")
     for role in ROLES:
         read_token(home, role)

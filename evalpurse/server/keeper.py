@@ -87,7 +87,7 @@ class Keeper:
             reference = secrets.token_hex(4)
             log.exception("services failed, ref %s", reference)
             hint = f"Its trace is in the daemon's log under ref {reference} (`evalpurse daemon logs`)."
-            self._fail("internal", f"{type(error).__name__}: {error}", hint, {"ref": reference})
+            self._fail("internal", f"{type(error).__name__}: {error}.", hint, {"ref": reference})
 
     def close(self) -> None:
         """Lets the services be closed; `run` returns when they are."""

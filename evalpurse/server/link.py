@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 from evalpurse import __version__
 from evalpurse.home import Home
@@ -60,6 +60,12 @@ class Link:
         self.reader = reader
         self.version = welcome.version
         self.role = welcome.role
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def send(self, message: dict[str, Any]) -> None:
         """One JSON line to the daemon."""
