@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
-from evalpurse.budget.accounts import Role
-from evalpurse.budget.errors import ExceedsLimitError
+from evalpurse.analysis.runs import MISSING_OUTCOMES
+from evalpurse.budget.accounts import HoldState, Role
+from evalpurse.budget.errors import ExceedsLimitError, LedgerUnavailableError
 from evalpurse.home import Home
 from evalpurse.runs.errors import BadLaunchError, IdempotencyConflictError
 from evalpurse.runs.experiments import Status
+from evalpurse.runs.lab import Lab
+from evalpurse.runs.outcomes import TREATMENTS, Outcome
+from evalpurse.runs.recover import recover
 from evalpurse.runs.request import LaunchRequest
 from evalpurse.runs.sandboxes.protocol import EndReason, SandboxSpec
+from evalpurse.runs.schedule import ExperimentRunner
 from evalpurse.runs.services import Services
+from evalpurse.store.errors import StoreError
+from evalpurse.store.records import AttemptRow, ExperimentRow, Record
 from tests.fake_backend import Sandboxes, Script
 from tests.lab_fixtures import PRICES, USD, furnish, make_repository, open_lab, request
 
@@ -316,6 +325,71 @@ async def test_cancelling_a_wait_does_not_cancel_the_experiment(home: Home, repo
         with anyio.fail_after(30):
             status = await services.experiments.wait(launched.status.experiment_id, 30)
         assert status.ended == {"scored": 12}
+
+
+async def test_a_result_that_cannot_be_written_yet_is_written_later_and_once(
+    home: Home, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evalpurse.runs.lab.RETRY_WRITE_S", (0.0,))
+    async with open_lab(home, Sandboxes()) as services:
+        await furnish(services, repository)
+        append, settle, refused = services.store.append, services.ledger.settle, Counter[str]()
+
+        async def full_disk(rows: Iterable[Record]) -> None:
+            rows = list(rows)
+            if any(isinstance(row, AttemptRow) for row in rows) and refused["append"] < 5:
+                refused["append"] += 1
+                raise StoreError("the disk is full")
+            await append(rows)
+
+        async def locked(hold_id: str, actual_nusd: int, *, detail: str = "") -> HoldState:
+            if refused["settle"] < 5:
+                refused["settle"] += 1
+                raise LedgerUnavailableError("the disk is full")
+            return await settle(hold_id, actual_nusd, detail=detail)
+
+        monkeypatch.setattr(services.store, "append", full_disk)
+        monkeypatch.setattr(services.ledger, "settle", locked)
+        status = await run(services, request())
+        assert refused == {"append": 5, "settle": 5}
+        assert status.ended == {"scored": 12}
+        assert len(await runs_of(services, status)) == 12
+        assert_balanced(services, status)
+
+
+async def test_an_experiment_that_cannot_be_taken_up_keeps_its_money_held_and_stops_no_other(
+    home: Home, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = anyio.Event()
+    sandboxes = Sandboxes(choose=lambda spec: Script(gate=gate))
+    async with open_lab(home, sandboxes) as services:
+        await furnish(services, repository)
+        stuck = await services.experiments.launch(request(), by=Role.AGENT)
+        going = await services.experiments.launch(request(idempotency_key="two", reuse=False), by=Role.AGENT)
+        held = services.ledger.account(stuck.status.experiment_id).held_nusd
+    gate.set()
+
+    async def recover_one(lab: Lab, experiment: ExperimentRow) -> ExperimentRunner:
+        if experiment.experiment_id == stuck.status.experiment_id:
+            raise LookupError("a case is gone")
+        return await recover(lab, experiment)
+
+    monkeypatch.setattr("evalpurse.runs.experiments.recover", recover_one)
+    async with open_lab(home, sandboxes) as services:
+        with anyio.fail_after(30):
+            status = await services.experiments.wait(going.status.experiment_id, 30)
+        assert status.ended == {"scored": 12}
+        left = await services.experiments.status(stuck.status.experiment_id)
+        assert (left.status, left.held_nusd) == ("running", held)
+        assert "a case is gone" in left.note
+
+
+def test_what_analysis_calls_missing_is_what_the_outcome_table_does_not_count() -> None:
+    outside = {Outcome.UNFUNDED, Outcome.CANCELLED}
+    missing = {
+        outcome.value for outcome, how in TREATMENTS.items() if not how.counted and outcome not in outside
+    }
+    assert missing == MISSING_OUTCOMES
 
 
 @pytest.mark.parametrize(

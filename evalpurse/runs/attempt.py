@@ -16,7 +16,6 @@ import anyio
 import anyio.to_thread
 
 from evalpurse.budget.accounts import Role
-from evalpurse.budget.errors import LedgerUnavailableError
 from evalpurse.runs.cases import CaseContent
 from evalpurse.runs.charge import NOTHING_RAN, Charge, CostSource, charge_for, sandbox_cost_nusd
 from evalpurse.runs.errors import GraderError, SandboxError
@@ -27,7 +26,6 @@ from evalpurse.runs.lab import Lab
 from evalpurse.runs.outcomes import TREATMENTS, Outcome, outcome_of_end
 from evalpurse.runs.rows import attempt_row, keep_output, run_row, score_rows, usage_rows
 from evalpurse.runs.sandboxes.protocol import Ended, EndReason, Output, Sandbox, SandboxSpec
-from evalpurse.store.errors import StoreError
 from evalpurse.store.records import EventRow, Record
 
 log = logging.getLogger(__name__)
@@ -89,12 +87,10 @@ class Attempt:
             output = await sandbox.get() if ended.reason is not EndReason.LOST else None
             return await self._judge(sandbox, ended, output)
         except SandboxError as error:
-            return self._infra_error(str(error))
-        except (StoreError, LedgerUnavailableError):
-            raise
+            return await self._infra_error(str(error))
         except Exception as error:
             log.exception("attempt %s failed inside evalpurse", self._job.attempt_id)
-            return self._infra_error(
+            return await self._infra_error(
                 f"Internal error: {type(error).__name__}: {error}. See the daemon's log."
             )
 
@@ -109,7 +105,7 @@ class Attempt:
         )
         if self._lab.backend.can_vanish:
             self._intended = True
-            await self._lab.store.append([intent])
+            await self._lab.until_written(lambda: self._lab.store.append([intent]))
         else:
             self._lab.events.add(intent)
         content = await self._lab.content(self._job.case)
@@ -143,8 +139,7 @@ class Attempt:
         charge = self._charge(metrics)
         outcome = outcome_of_end(ended, over_allowance=charge.over_allowance)
         if not TREATMENTS[outcome].graded or output is None:
-            error = " ".join(part for part in (_end_text(outcome, ended), charge.note) if part)
-            return Result(outcome, charge, ended, output, metrics, error=error)
+            return Result(outcome, charge, ended, output, metrics, error=_end_text(outcome, ended))
         self._step("grade")
         content = await self._lab.content(self._job.case)
         try:
@@ -152,11 +147,11 @@ class Attempt:
         except GraderError as error:
             charge = self._charge(metrics)
             return Result(Outcome.GRADER_ERROR, charge, ended, output, metrics, error=str(error))
-        return Result(
-            Outcome.SCORED, self._charge(metrics), ended, output, metrics, graded, error=charge.note
-        )
+        return Result(Outcome.SCORED, self._charge(metrics), ended, output, metrics, graded)
 
-    def _infra_error(self, error: str) -> Result:
+    async def _infra_error(self, error: str) -> Result:
+        if self._sandbox is None:
+            self._sandbox = await self._lab.backend.find(self._job.attempt_id)
         charge = self._charge(None) if self._sandbox is not None else NOTHING_RAN
         return Result(Outcome.INFRA_ERROR, charge, error=error)
 
@@ -176,7 +171,7 @@ class Attempt:
             return Result(outcome, NOTHING_RAN, error=reason)
         metrics = parse_metrics(output.metrics)
         charge = self._charge(metrics)
-        return Result(outcome, charge, ended, output, metrics, error=f"{reason} {charge.note}".strip())
+        return Result(outcome, charge, ended, output, metrics, error=reason)
 
     def _vanished(self) -> Charge:
         """A sandbox that was asked for and is gone: nothing proves that it cost less than its hold."""
@@ -199,17 +194,17 @@ class Attempt:
 
     async def _conclude(self, result: Result, *, final: bool) -> None:
         """Record, remove, settle: each durable before the next, each repeated until it is done."""
-        rows = await self._lab.until_recorded(lambda: self._rows(result, final=final))
-        await self._lab.until_recorded(lambda: self._lab.store.append(rows))
+        rows = await self._lab.until_written(lambda: self._rows(result, final=final))
+        await self._lab.until_written(lambda: self._lab.store.append(rows))
         self.recorded = result.outcome if final else None
         if self._sandbox is not None:
-            await self._sandbox.terminate()
-        await self._lab.until_recorded(lambda: self._settle(result))
+            await self._lab.until_written(self._sandbox.terminate)
+        await self._lab.until_written(lambda: self._settle(result))
 
     async def record_as_final(self, result: Result) -> None:
         """Makes the last attempt's end the run's end, when no further attempt can be made."""
-        rows = await self._lab.until_recorded(lambda: self._final_rows(result))
-        await self._lab.until_recorded(lambda: self._lab.store.append(rows))
+        rows = await self._lab.until_written(lambda: self._final_rows(result))
+        await self._lab.until_written(lambda: self._lab.store.append(rows))
         self.recorded = result.outcome
 
     async def _settle(self, result: Result) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from typing import Any
@@ -17,6 +18,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from evalpurse.budget.accounts import Role
+from evalpurse.budget.errors import LedgerUnavailableError
 from evalpurse.budget.money import format_usd
 from evalpurse.runs.errors import (
     IdempotencyConflictError,
@@ -85,6 +87,7 @@ class Experiments:
         self._tasks = tasks
         self._planner = Planner(lab)
         self._runners: dict[str, ExperimentRunner] = {}
+        self._stuck: dict[str, str] = {}
         self._launching = anyio.Lock()
         self._leaving = False
 
@@ -148,7 +151,8 @@ class Experiments:
             ],
             ended=Counter(row.outcome for row in reused if isinstance(row, RunRow)),
         )
-        await runner.hold_what_fits()
+        with suppress(LedgerUnavailableError):  # it is running from here on, and tries again by itself
+            await runner.hold_what_fits()
         self._start(runner)
         return Launched(False, plan.estimate, await self.status(experiment.experiment_id))
 
@@ -165,7 +169,8 @@ class Experiments:
         newest = (await self._lab.store.fetch("experiment_by_id", experiment_id=experiment_id))[0]
         counts = await self._lab.store.fetch("outcome_counts", experiment_id=experiment_id)
         ended = {row["outcome"]: row["runs"] for row in counts}
-        return self._status(experiment, newest["status"], newest["status_reason"], ended, None)
+        note = self._stuck.get(experiment_id, newest["status_reason"])
+        return self._status(experiment, newest["status"], note, ended, None)
 
     async def experiment(self, experiment_id: str) -> ExperimentRow:
         """The row of an experiment; raises UnknownExperimentError with the nearest ids."""
@@ -210,7 +215,7 @@ class Experiments:
         if runner is not None and not runner.finished.is_set():
             with anyio.CancelScope(shield=True):
                 row = ExperimentStatusRow(experiment_id, "cancelling", reason, datetime.now(UTC))
-                await self._lab.until_recorded(lambda: self._lab.store.append([row]))
+                await self._lab.until_written(lambda: self._lab.store.append([row]))
                 runner.cancel(reason)
             await runner.finished.wait()
         return await self.status(experiment_id)
@@ -218,7 +223,14 @@ class Experiments:
     async def recover(self) -> None:
         """Takes up every experiment that a dead daemon left unfinished."""
         for row in await self._lab.store.fetch("unfinished_experiments"):
-            runner = await recover(self._lab, _experiment(row))
+            experiment = _experiment(row)
+            try:
+                runner = await recover(self._lab, experiment)
+            except Exception as error:
+                # Its money stays held and its sandboxes stay; the other experiments must go on.
+                log.exception("experiment %s could not be taken up", experiment.experiment_id)
+                self._stuck[experiment.experiment_id] = f"Could not be taken up after a restart: {error}"
+                continue
             if row["status"] == "cancelling":
                 runner.cancel(row["status_reason"])
             self._start(runner)
@@ -243,6 +255,8 @@ class Experiments:
         except Exception as error:
             log.exception("experiment %s failed inside evalpurse", runner.experiment_id)
             await runner.fail(f"Internal error: {type(error).__name__}: {error}. See the daemon's log.")
+        if runner.over:
+            del self._runners[runner.experiment_id]
 
     async def _find(self, experiment_id: str) -> ExperimentRow | None:
         runner = self._runners.get(experiment_id)

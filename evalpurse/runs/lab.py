@@ -18,7 +18,7 @@ from evalpurse.budget.prices import Prices
 from evalpurse.config import Settings
 from evalpurse.home import Home
 from evalpurse.runs.cases import Case, CaseContent, Cases
-from evalpurse.runs.errors import UnknownSecretError
+from evalpurse.runs.errors import SandboxError, UnknownSecretError
 from evalpurse.runs.events import EventLog
 from evalpurse.runs.sandboxes.protocol import Backend
 from evalpurse.runs.variants import Variants
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_WRITE_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Waits between tries to write what was paid for; the last one repeats until it is written."""
+"""Waits between tries of what must not be left undone; the last one repeats until it succeeds."""
 
 CONTENTS_KEPT = 256
 
@@ -84,14 +84,14 @@ class Lab:
         """Nano-dollars as an exact decimal number of dollars, for a harness to read."""
         return f"{Decimal(nusd) / NUSD_PER_USD:f}"
 
-    async def until_recorded(self, write: Callable[[], Awaitable[T]]) -> T:
-        """Repeats a write that must not be lost until it succeeds: a full disk delays, it never drops."""
+    async def until_written(self, write: Callable[[], Awaitable[T]]) -> T:
+        """Repeats what must not be left undone until it succeeds: a full disk delays, it never drops."""
         tries = 0
         while True:
             try:
                 return await write()
-            except (StoreError, LedgerUnavailableError) as error:
+            except (StoreError, LedgerUnavailableError, SandboxError) as error:
                 wait_s = RETRY_WRITE_S[min(tries, len(RETRY_WRITE_S) - 1)]
-                log.warning("a result could not be written yet, next try in %.1f s: %s", wait_s, error)
+                log.warning("could not be done yet, next try in %.1f s: %s", wait_s, error)
                 tries += 1
                 await anyio.sleep(wait_s)

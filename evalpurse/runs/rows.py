@@ -33,7 +33,7 @@ def keep_output(blobs: Blobs, output: Output | None) -> dict[str, str]:
 
 
 def attempt_row(job: Job, result: Result, backend: str) -> AttemptRow:
-    """One attempt's end and charge."""
+    """One attempt's end and charge; its detail says what went wrong, and why money was charged unproved."""
     return AttemptRow(
         attempt_id=job.attempt_id,
         run_id=job.planned.run_id,
@@ -43,7 +43,7 @@ def attempt_row(job: Job, result: Result, backend: str) -> AttemptRow:
         outcome=result.outcome.value,
         cost_nusd=result.charge.total_nusd,
         hold_nusd=job.hold_nusd,
-        detail=result.error,
+        detail=f"{result.error} {result.charge.note}".strip(),
         started_at=result.ended.started_at if result.ended else None,
         ended_at=result.at,
     )

@@ -113,9 +113,14 @@ class ExperimentRunner:
         return self.experiment.experiment_id
 
     @property
+    def over(self) -> bool:
+        """Whether every run has its outcome and the account is closed."""
+        return self.status != "running"
+
+    @property
     def live(self) -> int:
         """Runs that have a sandbox, or are about to."""
-        return len(self._live)
+        return self._slot.borrowed_tokens
 
     @property
     def held(self) -> int:
@@ -226,7 +231,7 @@ class ExperimentRunner:
         in_flight_max = 2 * self.experiment.max_parallel + 2
         while True:
             self._wake = anyio.Event()
-            await self.hold_what_fits()
+            await self._lab.until_written(self.hold_what_fits)
             while self._ready and len(self._live) < in_flight_max:
                 turn = self._ready.popleft()
                 self._live.add(turn.planned.run_id)
@@ -248,9 +253,9 @@ class ExperimentRunner:
             return False
         need = sum(self.worst_case_nusd(turn.planned) for turn in self._pending[0])
         for account in self._lab.ledger.chain(self.experiment_id):
-            if account.limit_nusd - account.posted_nusd - account.held_nusd < need and account.held_nusd == 0:
+            if account.free_nusd < need and not account.held_nusd:
                 return False
-            if account.limit_nusd - account.posted_nusd < need:
+            if account.free_nusd + account.held_nusd < need:
                 return False
         return True
 
@@ -303,7 +308,7 @@ class ExperimentRunner:
         await anyio.sleep(delay_s * random.uniform(0.5, 1.5))  # noqa: S311 (jitter, not a secret)
         try:
             with anyio.CancelScope(shield=True):
-                await self._lab.ledger.hold(self._hold(turn))
+                await self._lab.until_written(lambda: self._lab.ledger.hold(self._hold(turn)))
         except (ExceedsLimitError, AccountFrozenError):
             return False
         return True
@@ -349,12 +354,12 @@ class ExperimentRunner:
             )
             for turn in rest
         ]
-        await self._lab.until_recorded(lambda: self._lab.store.append(rows))
+        await self._lab.until_written(lambda: self._lab.store.append(rows))
         async with anyio.create_task_group() as tasks:
             for turn in rest:
                 state = self._lab.ledger.hold_state(turn.hold_id)
                 if state is not None and state.state is HoldPhase.HELD:
-                    tasks.start_soon(self._lab.until_recorded, partial(self._release, turn.hold_id, outcome))
+                    tasks.start_soon(self._lab.until_written, partial(self._release, turn.hold_id, outcome))
                 self._count(turn.planned.run_id, outcome)
         self._touch()
 
@@ -363,11 +368,11 @@ class ExperimentRunner:
 
     async def _close(self, status: str, reason: str) -> None:
         await self._lab.events.flush()
-        await self._lab.until_recorded(
+        await self._lab.until_written(
             lambda: self._lab.ledger.close(f"close:{self.experiment_id}", self.experiment_id, by=Role.AGENT)
         )
         row = ExperimentStatusRow(self.experiment_id, status, reason, datetime.now(UTC))
-        await self._lab.until_recorded(lambda: self._lab.store.append([row]))
+        await self._lab.until_written(lambda: self._lab.store.append([row]))
         self.status, self.note = status, reason
 
     def _count(self, run_id: str, outcome: Outcome) -> None:

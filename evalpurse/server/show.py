@@ -49,8 +49,7 @@ def usd(value: float | None) -> str:
 
 
 def _after(facts: dict[str, Any]) -> str:
-    parts = [facts[name] for name in ("hint", "next") if facts.get(name)]
-    return "\n" + "\n".join(parts) if parts else ""
+    return f"\n{facts['hint']}" if facts.get("hint") else ""
 
 
 def created_cases(facts: dict[str, Any]) -> str:
