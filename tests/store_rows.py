@@ -33,9 +33,17 @@ def at(seconds: float) -> datetime:
 
 def sample(record: type[R], **given: Any) -> R:
     """A row with a value of the right type in every column, and those that are given."""
-    hints = get_type_hints(record)
-    names = [field.name for field in fields(record)]  # type: ignore[arg-type]
-    return record(**{name: given.get(name, _SAMPLES[hints[name]]) for name in names})
+    return record(**{**_defaults(record), **given})
+
+
+_known: dict[type[Record], dict[str, Any]] = {}
+
+
+def _defaults(record: type[Record]) -> dict[str, Any]:
+    if record not in _known:
+        hints = get_type_hints(record)
+        _known[record] = {field.name: _SAMPLES[hints[field.name]] for field in fields(record)}  # type: ignore[arg-type]
+    return _known[record]
 
 
 def event(number: int, **given: Any) -> EventRow:

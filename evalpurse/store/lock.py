@@ -6,11 +6,14 @@ in the process opens and closes that file. It ends with the process, however the
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
 
 from evalpurse.store.errors import StoreLockedError
+
+log = logging.getLogger(__name__)
 
 if sys.platform == "win32":
     import msvcrt
@@ -49,9 +52,12 @@ class DataLock:
                 pid=holder,
                 lock=str(path),
             ) from error
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
         self._descriptor: int | None = descriptor
+        try:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n".encode())
+        except OSError as error:  # a full disk: the lock is taken all the same, only its holder has no name
+            log.warning("the process id was not written to %s: %s", path, error)
 
     def release(self) -> None:
         """Lets the next process in; a second call does nothing."""

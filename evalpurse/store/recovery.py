@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from bisect import bisect_left
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -64,10 +65,12 @@ def open_database(home: Home, steps: Sequence[Migration]) -> Opened:
             return Opened(Engine(path), notices)
         found, notices = _look(home)
         version = _known_version(path, found, steps)
+        aside = None if notices else _copy_wal(home)  # a damaged log is in the backups already
         engine = Engine(path)
     except (duckdb.Error, OSError) as error:
         raise _unreadable(path, error) from error
     try:
+        notices = (*notices, *_check_log(home, engine, aside))
         if version < len(steps):
             notices = (*notices, _migrate_with_backup(home, engine, steps, version))
     except BaseException:
@@ -137,6 +140,51 @@ def _set_wal_aside(home: Home, reason: duckdb.Error) -> tuple[str, bool]:
     )
     log.critical(notice)
     return notice, path.with_name(damaged.name).exists()
+
+
+def _copy_wal(home: Home) -> Path | None:
+    """A copy of a log that is about to be continued; None when there is none, or no room."""
+    log_file = Path(f"{home.results_file}.wal")
+    if not log_file.exists():
+        return None
+    folder = home.backups / f"wal-{_stamp()}"
+    try:
+        folder.mkdir(parents=True)
+        return Path(shutil.copyfile(log_file, folder / log_file.name))
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        log.warning("the write-ahead log was not copied before it is continued: %s", error)
+        return None
+
+
+def _check_log(home: Home, engine: Engine, aside: Path | None) -> tuple[str, ...]:
+    """Whether the whole log was used: what DuckDB takes for a torn end, it cuts off at the next write.
+
+    A torn end is what a kill in the middle of a write leaves. But one wrong length in the middle looks the
+    same, and all that follows it would be gone.
+    """
+    if aside is None:
+        return ()
+    with engine.use() as use:
+        try:
+            use.cursor.execute("DELETE FROM meta WHERE key = 'log_continued_at'").fetchall()
+            use.cursor.execute("INSERT INTO meta VALUES ('log_continued_at', ?)", [_stamp()]).fetchall()
+        except duckdb.Error as error:
+            log.warning("whether the whole log was used is not known: %s; a copy is %s", error, aside)
+            return ()
+    before, now = aside.read_bytes(), Path(f"{engine.path}.wal").read_bytes()
+    if now.startswith(before):
+        shutil.rmtree(aside.parent)
+        return ()
+    used = bisect_left(range(len(before)), True, key=lambda size: not now.startswith(before[: size + 1]))
+    sync_folder(aside.parent)
+    notice = (
+        f"The last {len(before) - used} of {len(before)} bytes of the write-ahead log of {home.results_file} "
+        "were not whole and are not used. After a kill a few thousand are normal. "
+        f"The whole log is kept: {aside}."
+    )
+    log.error(notice)
+    return (notice,)
 
 
 def _set_orphans_aside(home: Home) -> tuple[str, ...]:

@@ -225,13 +225,16 @@ class Writer:
         return DiskFullError(folder, free_bytes=free_bytes(folder), doing="writing results")
 
     def _tidy(self, wal_bytes_min: int) -> None:
-        """Moves the log into the database file, if there is room: a checkpoint without room breaks it."""
+        """Moves a log of some size into the database file, and sees to the ballast."""
         self._untidy = False
-        wal_bytes = self._engine.wal_bytes
-        if wal_bytes < wal_bytes_min:
-            return
+        if self._engine.wal_bytes >= wal_bytes_min:
+            self._checkpoint(self._engine.wal_bytes)
+        self._ballast.keep()
+
+    def _checkpoint(self, wal_bytes: int) -> None:
         folder = self._engine.path.parent
-        # Twice what the file may grow by (about the log's size) and the log itself.
+        # A checkpoint without room breaks the instance. The file may grow by about the size of the log, and
+        # twice that and the log itself has to fit.
         if free_bytes(folder) < 4 * wal_bytes + CHECKPOINT_SPARE_BYTES:
             log.warning("no checkpoint: too little room in %s for a log of %d bytes", folder, wal_bytes)
             return
@@ -246,7 +249,6 @@ class Writer:
             self._reopen_quietly(opening, error)
         except (duckdb.Error, StoreError) as error:
             log.warning("no checkpoint: %s", error)
-        self._ballast.keep()
 
     def _reopen_quietly(self, opening: int, error: Exception) -> None:
         try:
