@@ -77,7 +77,8 @@ class Store:
         options = options or Options()
         lock = DataLock(home.data_lock)
         try:
-            engine, notices = await anyio.to_thread.run_sync(_open_engine, home, options.migrations)
+            with anyio.CancelScope(shield=True):  # or an engine that nobody knows of would stay open
+                engine, notices = await anyio.to_thread.run_sync(_open_engine, home, options.migrations)
         except BaseException:
             lock.release()
             raise
