@@ -258,6 +258,20 @@ async def test_the_same_hold_twice_in_one_batch_is_one_hold(ledger: Ledger) -> N
     assert balances(ledger, "exp") == (0, 5, 0)
 
 
+async def test_batches_that_share_holds_in_flight_all_get_their_answer(ledger: Ledger) -> None:
+    first, second, third = (Hold(f"h{at}", "exp", 5) for at in range(3))
+    results = await asyncio.gather(
+        ledger.hold(first),
+        ledger.hold_many([first, second], atomic=True),
+        ledger.hold_many([first, second, third], atomic=False),
+        ledger.hold_many([second, first], atomic=True),
+        ledger.hold(third),
+    )
+    assert results[2].admitted == ["h0", "h1", "h2"]
+    assert results[3].admitted == ["h1", "h0"]
+    assert balances(ledger, "workspace") == (0, 15, 0)
+
+
 async def test_a_batch_that_is_too_large_or_malformed_is_refused_as_a_whole(ledger: Ledger) -> None:
     with pytest.raises(errors.BatchTooLargeError) as caught:
         await ledger.hold_many([Hold("h", "exp", 1)] * (HOLDS_MAX + 1), atomic=False)
@@ -493,6 +507,8 @@ async def test_everything_is_the_same_after_closing_and_opening_again(tmp_path: 
     await ledger.close_ledger()
     with pytest.raises(errors.LedgerUnavailableError, match="closed"):
         await ledger.settle("h3", 1)
+    with pytest.raises(errors.LedgerUnavailableError, match="closed"):
+        ledger.hold_state("h0")
     await ledger.close_ledger()
 
 

@@ -98,6 +98,10 @@ class Engine:
         await self.wait(operation)
 
     async def wait(self, operation: Operation) -> None:
+        if operation.is_durable:
+            return
+        if operation.error is not None:
+            raise _unavailable(self.path, operation.error)
         # A future for each waiter: cancelling one of them must not touch the operation or the others.
         waiter = self._loop.create_future()
         operation.waiters.append(waiter)
@@ -125,6 +129,7 @@ class Engine:
     def _on_durable(self, operations: list[Operation]) -> None:
         recent, holds = self._recent, self.tree.holds
         for operation in operations:
+            operation.is_durable = True
             for entry in operation.entries:
                 del recent[entry.operation_id]
                 if entry.kind in RESOLVING and entry.hold_id:
@@ -143,6 +148,7 @@ class Engine:
             self.tree = failure.tree
         failure.taken_over.set()
         for operation in failed:
+            operation.error = failure.error
             for waiter in operation.waiters:
                 if not waiter.done():
                     waiter.set_exception(_unavailable(self.path, failure.error))

@@ -41,6 +41,7 @@ class Reader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._connection: sqlite3.Connection | None = None
+        self._closed = False
 
     def find(self, operation_id: str) -> Entry | None:
         """The durable entry of an operation."""
@@ -71,18 +72,25 @@ class Reader:
         return Snapshot(self._path)
 
     def close(self) -> None:
+        """For good: what is read afterwards raises LedgerUnavailableError."""
+        self._closed = True
+        self._drop()
+
+    def _drop(self) -> None:
         if self._connection:
             self._connection.close()
             self._connection = None
 
     def _rows(self, sql: str, parameters: Sequence[Any]) -> list[Any]:
+        if self._closed:
+            raise LedgerUnavailableError(f"The ledger {self._path} is closed.")
         try:
             if self._connection is None:
                 self._connection = connect(self._path, read_only=True)
             # All rows at once: a statement left half read would keep its snapshot open and the WAL growing.
             return self._connection.execute(sql, parameters).fetchall()
         except sqlite3.Error as error:
-            self.close()
+            self._drop()
             raise LedgerUnavailableError(
                 f"The ledger {self._path} cannot be read: {error}.", hint="Ask again."
             ) from error

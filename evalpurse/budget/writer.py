@@ -25,10 +25,12 @@ BATCH_ENTRIES_MAX = 20_000
 class Operation:
     """What becomes durable as a whole, and who waits for it."""
 
-    __slots__ = ("entries", "waiters")
+    __slots__ = ("entries", "error", "is_durable", "waiters")
 
     def __init__(self, entries: list[Entry]) -> None:
         self.entries = entries
+        self.is_durable = False
+        self.error: Exception | None = None
         self.waiters: list[asyncio.Future[None]] = []
 
 
