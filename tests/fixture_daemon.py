@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, cast
 
 import anyio
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 import evalpurse
 
@@ -73,6 +73,12 @@ class Done(Answer):
     ok: bool = True
 
 
+class Word(BaseModel):
+    """What a person is asked for."""
+
+    word: str
+
+
 def register(toolbox: Toolbox) -> None:
     """Tools that do one thing each that a real one does at times."""
 
@@ -100,6 +106,12 @@ def register(toolbox: Toolbox) -> None:
             (_home(call) / f"{name}.cancelled").touch()
             raise
         return Done()
+
+    @toolbox.tool(title="Ask", read_only=True, destructive=False, idempotent=True, open_world=False)
+    async def ask(call: Call) -> Echo:
+        """Asks the person behind the client for a word."""
+        got = await call.context.elicit("Which word?", Word)
+        return Echo(text=got.data.word if got.action == "accept" else "", role="", client="", door="")
 
     @toolbox.tool(title="Count", read_only=True, destructive=False, idempotent=True, open_world=False)
     async def count(call: Call, to: Annotated[int, Field(description="How far.", ge=0, le=1000)]) -> Done:

@@ -119,12 +119,21 @@ def test_a_large_argument_passes_whole(shared: Home) -> None:
         assert bridge.answer(1)["result"]["structuredContent"]["text"] == text
 
 
+def test_an_argument_above_the_limit_is_refused_and_costs_nothing_else(shared: Home) -> None:
+    with Bridge(shared) as bridge:
+        bridge.call(1, "echo", text="x" * (65 << 20))
+        error = bridge.answer(1)["error"]
+        assert "above the limit of 67,108,864" in error["message"]
+        bridge.call(2, "echo", text="still here")
+        assert bridge.answer(2)["result"]["structuredContent"]["text"] == "still here"
+
+
 def test_bridges_that_start_at_once_start_one_daemon(own: Home) -> None:
     with Bridge(own) as first, Bridge(own) as second, Bridge(own) as third:
         for bridge in (first, second, third):
             bridge.request(1, "tools/list")
         for bridge in (first, second, third):
-            assert len(bridge.answer(1)["result"]["tools"]) == 6
+            assert len(bridge.answer(1)["result"]["tools"]) == 7
         assert own.log_file.read_text().count(f"serves {own.path}") == 1
         assert len(_status(own)["connections"]) == 4
 
@@ -162,6 +171,16 @@ def test_the_bridge_ends_at_once_when_its_host_closes_stdin_and_the_daemon_stays
     assert (code, errors) == (0, "")
     assert seconds < 1.0
     assert _status(shared)["running"]
+
+
+def test_a_host_that_leaves_during_a_call_ends_the_call(shared: Home) -> None:
+    with Bridge(shared) as bridge:
+        bridge.call(1, "hang", name="left")
+        wait_until((shared.path / "left.began").exists)
+        code, seconds, errors = bridge.end()
+    assert (code, errors) == (0, "")
+    assert seconds < 2.0
+    wait_until((shared.path / "left.cancelled").exists)
 
 
 def test_answers_on_their_way_arrive_although_stdin_is_closed(shared: Home) -> None:
@@ -216,6 +235,37 @@ async def test_a_killed_daemon_costs_the_calls_in_flight_and_nothing_else(own: H
             assert (own.path / "lost.began").read_text() == "."  # it was not sent a second time
 
 
+def test_an_answer_to_a_question_of_a_dead_daemon_does_not_answer_the_next_ones(own: Home) -> None:
+    def answer(question: dict[str, Any], word: str) -> None:
+        bridge.send(id=question["id"], result={"action": "accept", "content": {"word": word}})
+
+    with Bridge(own) as bridge:
+        who = {"name": "host", "version": "1"}
+        capabilities: dict[str, Any] = {"elicitation": {"form": {}}}
+        bridge.send(
+            id=0,
+            method="initialize",
+            params={"protocolVersion": "2025-11-25", "clientInfo": who, "capabilities": capabilities},
+        )
+        bridge.answer(0)
+        bridge.send(method="notifications/initialized")
+        bridge.send(id=1, method="tools/call", params={"name": "ask", "arguments": {}})
+        first = bridge.read()
+        assert first["method"] == "elicitation/create"
+        kill(own)
+        assert bridge.answer(1)["error"]["data"] == {"code": "daemon_lost"}
+        answer(first, "stale")
+        bridge.send(id=2, method="tools/call", params={"name": "ask", "arguments": {}})
+        second = bridge.read()
+        assert (second["method"], second["id"]) == ("elicitation/create", first["id"])
+        answer(second, "fresh")
+        assert bridge.answer(2)["result"]["structuredContent"]["text"] == "fresh"
+        kill(own)
+        bridge.send(id=3, method="tools/call", params={"name": "ask", "arguments": {}})
+        answer(bridge.read(), "again")
+        assert bridge.answer(3)["result"]["structuredContent"]["text"] == "again"
+
+
 def test_an_idle_bridge_leaves_a_stopped_daemon_alone_and_its_next_call_starts_one(own: Home) -> None:
     with Bridge(own) as bridge:
         bridge.call(1, "echo", text="one")
@@ -239,7 +289,7 @@ def test_a_daemon_that_cannot_start_is_told_to_the_host_and_tried_again(own: Hom
         assert "http_port" in bridge.answer(2)["error"]["message"]
         own.config_file.write_text("http_port = 0\n")
         bridge.request(3, "tools/list")
-        assert len(bridge.answer(3)["result"]["tools"]) == 6
+        assert len(bridge.answer(3)["result"]["tools"]) == 7
 
 
 def test_a_daemon_that_dies_at_start_is_quoted(own: Home) -> None:
@@ -261,7 +311,7 @@ def test_what_a_dead_daemon_left_behind_is_no_obstacle(own: Home) -> None:
     own.daemon_alive_lock.write_text("1\n")
     with Bridge(own) as bridge:
         bridge.request(1, "tools/list")
-        assert len(bridge.answer(1)["result"]["tools"]) == 6
+        assert len(bridge.answer(1)["result"]["tools"]) == 7
     assert pid_of(own) != 1
 
 

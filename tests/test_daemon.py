@@ -151,7 +151,7 @@ def test_data_that_cannot_be_opened_is_told_by_every_call_and_by_status(own: Hom
         assert result.error["facts"]["cause"] == "schema_too_new"
         assert "The store has schema 9, this version knows 1." in result.text
     with open_link(own, door="mcp", role="agent") as link:
-        assert len(Client(link).list_tools()) == 6
+        assert len(Client(link).list_tools()) == 7
     services = control(own, "daemon.status")["services"]
     assert services["state"] == "failed"
     assert services["error"]["hint"] == "Update evalpurse."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -24,7 +25,7 @@ from evalpurse.server.link import open_link
 from evalpurse.server.spawn import Launch, start
 from evalpurse.server.tokens import ROLES, Tokens, allows, make_tokens, read_token
 from evalpurse.tools.app import build_server
-from tests.daemons import MODULE, kill
+from tests.daemons import MODULE, kill, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,20 @@ def test_a_client_is_told_when_the_token_is_not_of_this_home(shared: Home, home:
     with pytest.raises(RefusedError, match="not one of this home's") as refused:
         open_link(home, door="mcp", role="agent")
     assert refused.value.answered == "bad_token"
+
+
+def test_there_is_a_bound_on_connections(shared: Home) -> None:
+    hello = Hello("0.1.0", read_token(shared, "agent"), "mcp").line()
+    with contextlib.ExitStack() as stack:
+        for _ in range(doors.CONNECTIONS_MAX):
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+            sock.connect(str(shared.socket_file))
+            sock.sendall(hello)
+            assert b'"role"' in sock.recv(4096)
+        error = _say(shared, hello)["error"]
+        assert isinstance(error, dict)
+        assert error["code"] == "too_many_connections"
+    wait_until(lambda: "error" not in _say(shared, hello))
 
 
 @pytest.mark.anyio

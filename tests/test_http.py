@@ -129,7 +129,7 @@ def test_its_own_page_may_use_the_door(shared: Home) -> None:
     own = f"http://127.0.0.1:{_port(shared)}"
     answer = httpx2.post(_url(shared), json=_LIST, headers=_headers(shared, origin=own, **_MODERN))
     assert answer.status_code == 200
-    assert len(_message(answer)["result"]["tools"]) == 6
+    assert len(_message(answer)["result"]["tools"]) == 7
 
 
 def test_a_form_of_a_foreign_page_cannot_reach_a_tool(shared: Home) -> None:

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 from evalpurse.errors import EvalpurseError
 from evalpurse.home import Home
 from evalpurse.server.errors import LostError
+from evalpurse.server.handshake import MESSAGE_BYTES_MAX
 from evalpurse.server.link import Link
 from evalpurse.server.spawn import Launch, ensure
 
@@ -76,6 +77,11 @@ class Bridge:
 
     def _forward(self, line: bytes) -> None:
         message = _parse(line)
+        if len(line) > MESSAGE_BYTES_MAX:  # the daemon would hang up, and it would look like its end
+            if message is not None and "method" in message and "id" in message:
+                too_long = f"A message of {len(line):,} bytes is above the limit of {MESSAGE_BYTES_MAX:,}."
+                self._answer_error(_key(message["id"]), too_long, "message_too_large")
+            return
         if message is not None and self._is_stale_answer(message):
             return
         request_id = None
@@ -200,6 +206,7 @@ class Bridge:
         with self._state.lock:
             if kind == "method":
                 self._state.asked.add(key)
+                self._state.stale.discard(key)  # a new daemon counts from the start again
             else:
                 self._state.in_flight.pop(key, None)
                 self._answered.notify_all()

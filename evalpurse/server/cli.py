@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,10 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser(_verbs_for(words)).parse_args(words)
     try:
         code: int = options.run(options)
+        sys.stdout.flush()
     except EvalpurseError as error:
         return _fail(error, as_json=getattr(options, "json", False))
-    except BrokenPipeError:  # `| head` took what it wanted
-        sys.stderr.close()
+    except BrokenPipeError:  # `| head` took what it wanted; nothing more may be written, at exit neither
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except KeyboardInterrupt:
         return 130

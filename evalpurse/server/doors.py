@@ -21,13 +21,13 @@ from typing import Any
 import anyio
 from anyio.abc import ByteStream, Listener, SocketAttribute, SocketStream
 from mcp.shared.message import ServerMessageMetadata, SessionMessage
-from mcp.types import jsonrpc_message_adapter
+from mcp.types import INVALID_REQUEST, PARSE_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
 
 from evalpurse import __version__
 from evalpurse.home import Home
 from evalpurse.server.control import Registry
-from evalpurse.server.errors import HandshakeError
-from evalpurse.server.handshake import LINE_BYTES_MAX, Hello, Welcome, read_hello, refusal
+from evalpurse.server.errors import HandshakeError, RefusedError
+from evalpurse.server.handshake import LINE_BYTES_MAX, MESSAGE_BYTES_MAX, Hello, Welcome, read_hello, refusal
 from evalpurse.server.tokens import Tokens
 from evalpurse.tools.app import ToolServer
 from evalpurse.tools.toolbox import Session
@@ -35,7 +35,7 @@ from evalpurse.tools.toolbox import Session
 log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 10.0
-MESSAGE_BYTES_MAX = 64 << 20
+CONNECTIONS_MAX = 256
 _CHUNK_BYTES = 256 << 10
 _BACKLOG = 128
 _MACOS_LOCAL_PEERCRED = 0x001
@@ -78,10 +78,12 @@ class RawDoor:
         try:
             async with stream:
                 lines = read_lines(stream)
-                hello_and_session = await self._greet(stream, lines)
-                if hello_and_session is None:
+                try:
+                    hello, session = await self._greet(stream, lines)
+                except RefusedError as no:
+                    await stream.send(refusal(__version__, no.answered, no.message, no.hint))
                     return
-                hello, session = hello_and_session
+                await stream.send(Welcome(__version__, session.role).line())
                 guest = Guest(session, hello.version)
                 self.guests.append(guest)
                 try:
@@ -91,47 +93,41 @@ class RawDoor:
                         await self._control.serve(lines, stream.send, session)
                 finally:
                     self.guests.remove(guest)
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream):
-            log.debug("a client went away")
-        except Exception:  # one connection must not end the others
-            log.exception("a connection failed")
+        except Exception as error:  # one connection must not end the others
+            if not _is_hang_up(error):
+                log.exception("a connection failed")
         finally:
             self._streams.discard(stream)
 
-    async def _greet(self, stream: ByteStream, lines: AsyncIterator[bytes]) -> tuple[Hello, Session] | None:
+    async def _greet(self, stream: ByteStream, lines: AsyncIterator[bytes]) -> tuple[Hello, Session]:
         peer = peer_uid(stream)
         if peer is not None and peer != os.getuid():
-            await stream.send(
-                refusal(
-                    __version__, "forbidden", f"This daemon belongs to user {os.getuid()}, you are {peer}."
-                )
+            raise RefusedError(
+                "forbidden",
+                f"This daemon belongs to user {os.getuid()}, you are {peer}.",
+                "Use your own home.",
             )
-            return None
         try:
             with anyio.fail_after(HANDSHAKE_TIMEOUT_S):
                 hello = read_hello(await anext(lines, b""))
         except TimeoutError:
-            error = HandshakeError(f"No first line came within {HANDSHAKE_TIMEOUT_S:.0f} s.")
-            await stream.send(refusal(__version__, error.code, error.message))
-            return None
+            raise RefusedError(
+                HandshakeError.code, f"No first line came within {HANDSHAKE_TIMEOUT_S:.0f} s."
+            ) from None
         except HandshakeError as error:
-            await stream.send(refusal(__version__, error.code, error.message, error.hint))
-            return None
+            raise RefusedError(error.code, error.message, error.hint) from None
         role = self._tokens.role_of(hello.token)
         if role is None:
-            await stream.send(
-                refusal(
-                    __version__,
-                    "bad_token",
-                    "The token is not one of this home's.",
-                    "Tokens are in the folder 'tokens' of the home; the daemon reads them when it starts.",
-                )
+            raise RefusedError(
+                "bad_token",
+                "The token is not one of this home's.",
+                "Tokens are in the folder 'tokens' of the home; the daemon reads them when it starts.",
             )
-            return None
+        if len(self._streams) > CONNECTIONS_MAX:
+            message = f"The daemon serves {CONNECTIONS_MAX} connections already."
+            raise RefusedError("too_many_connections", message, "End other clients.")
         if self.draining:
-            await stream.send(refusal(__version__, "draining", "The daemon is on its way out.", "Try again."))
-            return None
-        await stream.send(Welcome(__version__, role).line())
+            raise RefusedError("draining", "The daemon is on its way out.", "Try again.")
         return hello, Session(role=role, door="raw")
 
     async def _serve_mcp(self, stream: ByteStream, lines: AsyncIterator[bytes], session: Session) -> None:
@@ -139,15 +135,17 @@ class RawDoor:
         write_stream, from_server = anyio.create_memory_object_stream[SessionMessage](16)
         metadata = ServerMessageMetadata(request_context=session)
 
+        complaints = write_stream.clone()  # one task writes to the socket
+
         async def pump_in() -> None:
-            async with to_server:
+            async with to_server, complaints:
                 async for line in lines:
                     if not line.strip():
                         continue
                     try:
                         message = jsonrpc_message_adapter.validate_json(line, by_name=False)
-                    except ValueError as error:
-                        await stream.send(_parse_error(line, error))
+                    except ValueError:
+                        await complaints.send(SessionMessage(_complaint(line)))
                         continue
                     await to_server.send(SessionMessage(message, metadata))
 
@@ -157,21 +155,28 @@ class RawDoor:
                     text = sent.message.model_dump_json(by_alias=True, exclude_unset=True)
                     await stream.send(text.encode() + b"\n")
 
-        async with anyio.create_task_group() as pumps:
-            pumps.start_soon(pump_in)
-            pumps.start_soon(pump_out)
-            await self._server.serve(read_stream, write_stream)
+        async with anyio.create_task_group() as outward:
+            outward.start_soon(pump_out)
+            async with anyio.create_task_group() as inward:
+                inward.start_soon(pump_in)
+                await self._server.serve(read_stream, write_stream)
+                inward.cancel_scope.cancel()
 
 
-def _parse_error(line: bytes, error: Exception) -> bytes:
+def _complaint(line: bytes) -> JSONRPCError:
     try:
         json.loads(line)
-        code, message = -32600, "The line is JSON, but not a JSON-RPC message."
+        error = ErrorData(code=INVALID_REQUEST, message="The line is JSON, but not a JSON-RPC message.")
     except ValueError:
-        code, message = -32700, "The line is not JSON."
-    log.info("a client sent a line that is no message: %s", type(error).__name__)
-    answer = {"jsonrpc": "2.0", "id": None, "error": {"code": code, "message": message}}
-    return json.dumps(answer, separators=(",", ":")).encode() + b"\n"
+        error = ErrorData(code=PARSE_ERROR, message="The line is not JSON.")
+    return JSONRPCError(jsonrpc="2.0", id=None, error=error)
+
+
+def _is_hang_up(error: BaseException) -> bool:
+    """Whether all that went wrong is that the client is gone."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_hang_up(inner) for inner in error.exceptions)
+    return isinstance(error, (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream))
 
 
 async def read_lines(stream: ByteStream, max_bytes: int = MESSAGE_BYTES_MAX) -> AsyncIterator[bytes]:
@@ -188,16 +193,20 @@ async def read_lines(stream: ByteStream, max_bytes: int = MESSAGE_BYTES_MAX) -> 
             chunk = await stream.receive(_CHUNK_BYTES)
         except (anyio.EndOfStream, anyio.BrokenResourceError):
             return
-        while chunk:
-            line, newline, chunk = chunk.partition(b"\n")
-            parts.append(line)
-            size += len(line)
-            if size > limit:
-                raise HandshakeError(f"A line is longer than {limit:,} bytes.")
-            if newline:
-                whole = b"".join(parts) if len(parts) > 1 else parts[0]
-                parts, size, limit = [], 0, max_bytes
-                yield whole
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            _check_size(size + len(end), limit)
+            line = b"".join((*parts, end))
+            parts, size, limit = [], 0, max_bytes
+            yield line
+        parts.append(rest)
+        size += len(rest)
+        _check_size(size, limit)
+
+
+def _check_size(size: int, limit: int) -> None:
+    if size > limit:
+        raise HandshakeError(f"A line is longer than {limit:,} bytes.")
 
 
 def peer_uid(stream: ByteStream) -> int | None:

@@ -14,7 +14,8 @@ from typing import Any
 from evalpurse.server.errors import AbsentError, HandshakeError, RefusedError, UnreachableError
 
 PROTOCOL = 1
-LINE_BYTES_MAX = 64 << 10
+LINE_BYTES_MAX = 64 << 10  # of the first line
+MESSAGE_BYTES_MAX = 64 << 20  # of those that follow
 DOORS = ("mcp", "control")
 
 
