@@ -29,6 +29,7 @@ CASES_PER_KIND = 9
 CASES_PER_MODULE = 2
 PACKAGES_PER_KIND = 2  # so that code that forgets about packages is found out
 ANSWER_CHARS_MAX = 90
+TIMEOUT_S = 120.0
 
 # Modules and packages that import anywhere without side effects; those without source here are left out.
 MODULES = """
@@ -102,7 +103,7 @@ def choose(available: list[Fact]) -> list[Fact]:
                 per_kind[kind] += 1
                 per_module[module] += 1
                 chosen.append(fact)
-    return chosen
+    return [fact for fact in order if fact in chosen]
 
 
 def _source(name: str) -> Source | None:
@@ -132,7 +133,7 @@ def _function_facts(source: Source) -> Iterator[Fact]:
             yield _fact(source, Kind.PARAMETERS, node.name, len(parameters))
         for name, default in _literal_defaults(node.args):
             if parameters[name].default == default and len(repr(default)) <= 30:
-                yield _fact(source, Kind.DEFAULT, node.name, repr(default), name)
+                yield _fact(source, Kind.DEFAULT, node.name, default, name)
         summary = (inspect.getdoc(function) or "").split("\n")[0].strip()
         if 15 <= len(summary) <= ANSWER_CHARS_MAX and "\\" not in summary:
             yield _fact(source, Kind.SUMMARY, node.name, summary)
@@ -199,25 +200,24 @@ def _case(fact: Fact) -> dict[str, Any]:
     question = fact.question
     words = [question.kind.name.lower(), question.module.replace(".", "-"), question.name, question.detail]
     return {
-        "case_id": "-".join(word for word in words if word),
+        "id": "-".join(word for word in words if word),
         "input": question.text,
         "graders": [_grader(fact)],
         "tags": [question.kind.name.lower(), "package" if fact.is_package else "module"],
+        "timeout_s": TIMEOUT_S,
     }
 
 
 def _grader(fact: Fact) -> dict[str, Any]:
     match fact.question.kind:
         case Kind.PARAMETERS:
-            return {"kind": "numeric", "expected": fact.answer}
+            return {"type": "numeric", "expected": fact.answer}
         case Kind.BASES:
-            return {"kind": "json", "expected": fact.answer}
+            return {"type": "json", "expected": fact.answer, "exact": True}
         case Kind.SUMMARY | Kind.RAISES:
-            return {"kind": "contains", "expected": fact.answer}
-        case Kind.CONSTANT:
-            return {"kind": "exact", "expected": repr(fact.answer)}
-        case Kind.DEFAULT:
-            return {"kind": "exact", "expected": fact.answer}
+            return {"type": "contains", "expected": fact.answer}
+        case Kind.CONSTANT | Kind.DEFAULT:
+            return {"type": "exact", "expected": repr(fact.answer)}
 
 
 def main() -> int:

@@ -4,23 +4,41 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness_history import History
 
-MODEL = "library-qa-small"
-# What a small hosted model costs at the time of writing; the same numbers are in the demo's price file.
-USD_PER_MILLION_INPUT = 0.15
-USD_PER_MILLION_OUTPUT = 0.60
-
 BASELINE = "baseline"
 KEY_NAME = "OPENAI_API_KEY"
 PATCHES = Path(__file__).parent / "patches"
 
+REQUEST_BYTES_MAX = 130_000  # a little more than the baseline's largest request, 100,000 characters as JSON
+OUTPUT_TOKENS_MAX = 400
 
-def build_variants(history: History, base_url: str, *, model: str = MODEL) -> list[dict[str, Any]]:
-    """The variants, in the form that the tool `create_variant` takes; `base_url` is the model's address."""
+
+@dataclass(frozen=True)
+class Model:
+    """What answers: where it is and what it costs, in US dollars a million tokens.
+
+    The prices of the stand-in are those of a small hosted model at the time of writing.
+    """
+
+    base_url: str
+    name: str = "library-qa-small"
+    usd_per_million_input: float = 0.15
+    usd_per_million_output: float = 0.60
+
+    @property
+    def allowance_usd(self) -> float:
+        """The most that one call of the baseline can cost: a token is at least a byte of the request."""
+        input_usd = REQUEST_BYTES_MAX * self.usd_per_million_input / 1e6
+        return round(input_usd + OUTPUT_TOKENS_MAX * self.usd_per_million_output / 1e6, 6)
+
+
+def build_variants(history: History, model: Model) -> list[dict[str, Any]]:
+    """The variants, in the form that the tool `create_variant` takes."""
     variants = [
         {
             "name": BASELINE,
@@ -58,22 +76,23 @@ def build_variants(history: History, base_url: str, *, model: str = MODEL) -> li
             "description": "Sends whole files again and again until a thousand answers agree.",
         },
     ]
-    return [_completed(variant, history, base_url, model) for variant in variants]
+    return [_completed(variant, history, model) for variant in variants]
 
 
-def _completed(variant: dict[str, Any], history: History, base_url: str, model: str) -> dict[str, Any]:
-    prices = {
-        "model": model,
-        "usd_per_million_input": USD_PER_MILLION_INPUT,
-        "usd_per_million_output": USD_PER_MILLION_OUTPUT,
+def _completed(variant: dict[str, Any], history: History, model: Model) -> dict[str, Any]:
+    shared = {
+        "model": model.name,
+        "usd_per_million_input": model.usd_per_million_input,
+        "usd_per_million_output": model.usd_per_million_output,
+        "output_tokens_max": OUTPUT_TOKENS_MAX,
     }
     return variant | {
         "repo": str(history.repo),
         # Without site packages the interpreter starts in half the time, and the harness needs none.
         "run": f"exec {shlex.quote(sys.executable)} -S -m library_qa",
-        "params": prices | variant["params"],
-        "env": {"OPENAI_BASE_URL": base_url},
+        "params": shared | variant["params"],
+        "env": {"OPENAI_BASE_URL": model.base_url},
         "secrets": [KEY_NAME],
         "network": "open",
-        "model": model,
+        "model": model.name,
     }

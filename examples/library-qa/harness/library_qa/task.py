@@ -19,7 +19,8 @@ class TaskError(Exception):
 class Task:
     """A question, the variant's params, and the limits of this run.
 
-    `allowance_usd` is all that the run may spend on model calls; `deadline` is when it will be ended.
+    `allowance_usd` is all that the run may spend on model calls; `deadline` is when it will be ended;
+    `run_name` tells repeats apart, and is empty outside a runner.
     """
 
     question: str
@@ -27,6 +28,7 @@ class Task:
     out: Path
     allowance_usd: Decimal
     deadline: datetime
+    run_name: str
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Task:
@@ -42,6 +44,7 @@ class Task:
                 out=Path(environ["EVALPURSE_OUT"]),
                 allowance_usd=Decimal(environ["EVALPURSE_ALLOWANCE_USD"]),
                 deadline=datetime.fromisoformat(environ["EVALPURSE_DEADLINE"]),
+                run_name=environ.get("EVALPURSE_RUN", ""),
             )
         except KeyError as missing:
             raise TaskError(f"environment variable {missing.args[0]} is not set") from missing
