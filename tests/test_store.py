@@ -235,8 +235,15 @@ async def test_a_statement_says_what_is_wrong_with_its_parameters(store: Store) 
         await store.fetch("run_by_id")
     with pytest.raises(StatementError, match=r"takes \['run_id'\], not \['run_id', 'x'\]"):
         await store.fetch("run_by_id", run_id="a", x=1)
-    with pytest.raises(StatementError, match="'reusable_runs' failed"):
-        await store.fetch("reusable_runs", variant_digests=["a"], case_digests=["b"], repeats=["many"])
+    with pytest.raises(StatementError, match="'paid_runs' failed"):
+        await store.fetch(
+            "paid_runs",
+            variant_digests=["a"],
+            case_digests=["b"],
+            repeats=["many"],
+            allowance_nusd=1,
+            backend="local",
+        )
     assert await store.fetch("run_by_id", run_id="' OR 1 = 1 --") == []
 
 
@@ -254,10 +261,12 @@ async def test_every_named_query_runs_on_an_empty_store(store: Store) -> None:
         for name, statement in statements.load("evalpurse.store.queries").items()
         if not statement.sql.startswith("DELETE")
     }
-    assert len(queries) > 25
+    assert len(queries) > 15
     for name, statement in queries.items():
         lists = set(re.findall(r"\$(\w+)::\w+\[\]", statement.sql))
-        found = await store.fetch(name, **{key: [] if key in lists else "" for key in statement.parameters})
+        empty: dict[str, Any] = {key: [] if key in lists else "" for key in statement.parameters}
+        empty |= {key: 0 for key in empty if key.endswith("_nusd")}
+        found = await store.fetch(name, **empty)
         assert found in ([], [{"seq": 0}]), name
 
 
@@ -305,8 +314,6 @@ async def test_the_newest_version_of_each_case_is_listed_by_split(store: Store) 
     assert found(await store.fetch("cases_of_suite", suite="s", split="")) == [("a", 2), ("b", 1), ("c", 1)]
     assert found(await store.fetch("cases_of_suite", suite="s", split="dev")) == [("a", 2), ("b", 1)]
     assert found(await store.fetch("cases_of_suite", suite="s", split="holdout")) == [("c", 1)]
-    assert found(await store.fetch("case_by_id", suite="s", case_id="a")) == [("a", 2)]
-    assert found(await store.fetch("case_by_digest", case_digest="a1")) == [("a", 1)]
     counts = {
         row["suite"]: (row["cases"], row["dev_cases"], row["holdout_cases"])
         for row in await store.fetch("suites")
@@ -343,20 +350,14 @@ async def test_an_experiment_has_its_newest_status(store: Store) -> None:
     assert [row["experiment_id"] for row in unfinished] == ["exp_open", "exp_new"]
     (one,) = await store.fetch("experiment_by_id", experiment_id="exp_done")
     assert (one["status"], one["status_reason"], one["status_at"]) == ("finished", "because", at(9))
-    assert [
-        row["experiment_id"] for row in await store.fetch("experiment_by_key", idempotency_key="key")
-    ] == ["exp_done"]
-    assert await store.fetch("experiment_by_key", idempotency_key="") == []
-    assert len(await store.fetch("statuses_of", experiment_id="exp_open")) == 2
 
 
-async def test_planned_runs_come_in_launch_order_and_pending_ones_have_not_ended(store: Store) -> None:
+async def test_planned_runs_come_in_launch_order(store: Store) -> None:
     planned = [
         sample(PlannedRunRow, run_id=f"exp_1.{seq}", experiment_id="exp_1", seq=seq) for seq in (2, 0, 1)
     ]
     await store.append([*planned, sample(PlannedRunRow, experiment_id="exp_2"), run("exp_1.1")])
     assert [row["seq"] for row in await store.fetch("planned_runs_of", experiment_id="exp_1")] == [0, 1, 2]
-    assert [row["seq"] for row in await store.fetch("pending_runs_of", experiment_id="exp_1")] == [0, 2]
 
 
 async def test_a_run_has_its_attempts_scores_usage_and_events(store: Store) -> None:
@@ -381,22 +382,17 @@ async def test_a_run_has_its_attempts_scores_usage_and_events(store: Store) -> N
     ]
     assert [row["number"] for row in await store.fetch("attempts_of", run_id="exp_1.0")] == [1, 2]
     assert [row["name"] for row in await store.fetch("scores_of", run_id="exp_1.0")] == ["score", "turns"]
-    assert len(await store.fetch("usage_of", run_id="exp_1.0")) == 1
-    assert [row["step"] for row in await store.fetch("events_of", run_id="exp_1.0")] == ["intent", "created"]
-    last = await store.fetch("last_event_of_each_attempt", experiment_id="exp_1")
-    assert [(row["attempt_id"], row["step"]) for row in last] == [
-        ("exp_1.0.1", "created"),
-        ("exp_1.1.1", "intent"),
-    ]
-    for table, number in {"attempts": 2, "scores": 2, "usage": 1, "events": 4}.items():
-        assert len(await store.fetch(f"{table}_of_experiment", experiment_id="exp_1")) == number
+    assert len(await store.fetch("attempts_of_experiment", experiment_id="exp_1")) == 2
 
 
 async def test_a_reusable_run_is_the_newest_that_was_paid_for_and_counted(store: Store) -> None:
     same = {"variant_digest": "v", "case_digest": "c", "repeat": 1}
     await store.append(
         [
+            experiment("exp_1", allowance_nusd=7, backend="local"),
+            experiment("exp_2", allowance_nusd=8, backend="local"),
             run("old", ended_at=at(1), **same),
+            run("with another allowance", ended_at=at(9), experiment_id="exp_2", **same),
             run("newest", ended_at=at(2), **same),
             run("borrowed", ended_at=at(3), reused_from="old", **same),
             run("failed", ended_at=at(4), counted=False, **same),
@@ -408,7 +404,12 @@ async def test_a_reusable_run_is_the_newest_that_was_paid_for_and_counted(store:
     async def reusable(*keys: tuple[str, str, int]) -> set[str]:
         variants, cases, repeats = ([key[place] for key in keys] for place in range(3))
         rows = await store.fetch(
-            "reusable_runs", variant_digests=variants, case_digests=cases, repeats=repeats
+            "paid_runs",
+            variant_digests=variants,
+            case_digests=cases,
+            repeats=repeats,
+            allowance_nusd=7,
+            backend="local",
         )
         return {row["run_id"] for row in rows}
 

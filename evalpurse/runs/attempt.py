@@ -13,7 +13,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 import anyio
-import anyio.to_thread
 
 from evalpurse.budget.accounts import Role
 from evalpurse.runs.cases import CaseContent
@@ -26,6 +25,7 @@ from evalpurse.runs.lab import Lab
 from evalpurse.runs.outcomes import TREATMENTS, Outcome, outcome_of_end
 from evalpurse.runs.rows import attempt_row, keep_output, run_row, score_rows, usage_rows
 from evalpurse.runs.sandboxes.protocol import Ended, EndReason, Output, Sandbox, SandboxSpec
+from evalpurse.store.errors import RowsRefusedError
 from evalpurse.store.records import EventRow, Record
 
 log = logging.getLogger(__name__)
@@ -194,12 +194,20 @@ class Attempt:
 
     async def _conclude(self, result: Result, *, final: bool) -> None:
         """Record, remove, settle: each durable before the next, each repeated until it is done."""
-        rows = await self._lab.until_written(lambda: self._rows(result, final=final))
-        await self._lab.until_written(lambda: self._lab.store.append(rows))
-        self.recorded = result.outcome if final else None
+        try:
+            await self._record(result, final=final)
+        except RowsRefusedError as error:
+            log.exception("the result of %s has values that cannot be stored", self._job.attempt_id)
+            result = Result(Outcome.INFRA_ERROR, result.charge, error=f"Its result cannot be stored: {error}")
+            await self._record(result, final=True)
         if self._sandbox is not None:
             await self._lab.until_written(self._sandbox.terminate)
         await self._lab.until_written(lambda: self._settle(result))
+
+    async def _record(self, result: Result, *, final: bool) -> None:
+        rows = await self._lab.until_written(lambda: self._rows(result, final=final))
+        await self._lab.until_written(lambda: self._lab.store.append(rows))
+        self.recorded = result.outcome if final else None
 
     async def record_as_final(self, result: Result) -> None:
         """Makes the last attempt's end the run's end, when no further attempt can be made."""
@@ -228,7 +236,7 @@ class Attempt:
         return rows
 
     async def _final_rows(self, result: Result) -> list[Record]:
-        kept = await anyio.to_thread.run_sync(keep_output, self._lab.store.blobs, result.output)
+        kept = await keep_output(self._lab.store.blobs, result.output)
         return [run_row(self._job, result, kept, self._intended_at), *score_rows(self._job, result)]
 
     def _step(self, step: str, detail: str = "") -> None:

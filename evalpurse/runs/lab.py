@@ -23,7 +23,7 @@ from evalpurse.runs.events import EventLog
 from evalpurse.runs.sandboxes.protocol import Backend
 from evalpurse.runs.variants import Variants
 from evalpurse.store.database import Store
-from evalpurse.store.errors import StoreError
+from evalpurse.store.errors import RowsRefusedError, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +85,17 @@ class Lab:
         return f"{Decimal(nusd) / NUSD_PER_USD:f}"
 
     async def until_written(self, write: Callable[[], Awaitable[T]]) -> T:
-        """Repeats what must not be left undone until it succeeds: a full disk delays, it never drops."""
+        """Repeats what must not be left undone until it succeeds: a full disk delays, it never drops.
+
+        Raises:
+            RowsRefusedError: no repetition would help.
+        """
         tries = 0
         while True:
             try:
                 return await write()
+            except RowsRefusedError:
+                raise
             except (StoreError, LedgerUnavailableError, SandboxError) as error:
                 wait_s = RETRY_WRITE_S[min(tries, len(RETRY_WRITE_S) - 1)]
                 log.warning("could not be done yet, next try in %.1f s: %s", wait_s, error)

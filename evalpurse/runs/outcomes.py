@@ -61,6 +61,8 @@ def outcome_of_end(ended: Ended, *, over_allowance: bool) -> Outcome:
     """The outcome that a harness's end leads to; `SCORED` means that the graders come next."""
     if ended.reason is EndReason.LOST:
         return Outcome.INFRA_ERROR
+    if ended.reason is EndReason.STOPPED:
+        return Outcome.CANCELLED
     if over_allowance:
         return Outcome.OVER_ALLOWANCE
     if ended.reason is EndReason.TIMEOUT:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -11,6 +12,7 @@ from evalpurse.budget.money import format_usd
 from evalpurse.runs.errors import BadLaunchError
 
 REPEATS_MAX = 1_000
+VARIANTS_MAX = 100
 PARALLEL_MAX = 10_000
 
 
@@ -57,16 +59,7 @@ class LaunchRequest:
             )
         if self.strategy != "grid":
             raise BadLaunchError(f"strategy is {self.strategy!r}; this version has 'grid'.")
-        if not self.variants:
-            raise BadLaunchError("variants is empty.", hint="Name at least one; list_variants shows them.")
-        twice = sorted({name for name in self.variants if list(self.variants).count(name) > 1})
-        if twice:
-            raise BadLaunchError(f"variants names {', '.join(twice)} more than once.", hint="Name each once.")
-        if self.baseline and self.baseline not in self.variants:
-            raise BadLaunchError(
-                f"baseline {self.baseline!r} is not among the variants {', '.join(self.variants)}.",
-                hint="Add it to variants, so that it runs in the same blocks.",
-            )
+        self._check_names()
         if not 1 <= self.repeats <= REPEATS_MAX:
             raise BadLaunchError(f"repeats is {self.repeats}; it must be from 1 to {REPEATS_MAX}.")
         if not 0 <= self.max_parallel <= PARALLEL_MAX:
@@ -81,4 +74,21 @@ class LaunchRequest:
         if self.allowance_nusd < 0:
             raise BadLaunchError(
                 f"allowance_usd is {format_usd(self.allowance_nusd)}; it must not be negative."
+            )
+
+    def _check_names(self) -> None:
+        if not self.variants:
+            raise BadLaunchError("variants is empty.", hint="Name at least one; list_variants shows them.")
+        if len(self.variants) > VARIANTS_MAX:
+            raise BadLaunchError(
+                f"{len(self.variants)} variants were named; one experiment takes at most {VARIANTS_MAX}.",
+                hint="Launch several experiments, each with the baseline.",
+            )
+        twice = sorted(name for name, count in Counter(self.variants).items() if count > 1)
+        if twice:
+            raise BadLaunchError(f"variants names {', '.join(twice)} more than once.", hint="Name each once.")
+        if self.baseline and self.baseline not in self.variants:
+            raise BadLaunchError(
+                f"baseline {self.baseline!r} is not among the variants {', '.join(self.variants)}.",
+                hint="Add it to variants, so that it runs in the same blocks.",
             )

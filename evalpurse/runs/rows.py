@@ -21,15 +21,13 @@ from evalpurse.store.records import (
 )
 
 
-def keep_output(blobs: Blobs, output: Output | None) -> dict[str, str]:
+async def keep_output(blobs: Blobs, output: Output | None) -> dict[str, str]:
     """Puts each part of an output into a blob and returns the digests; an absent part has none ("")."""
-    parts = {
-        "answer": output.answer if output else None,
-        "log": output.log if output else None,
-        "transcript": output.transcript if output else None,
-        "artifacts": output.artifacts if output else None,
-    }
-    return {name: blobs.put(part) if part else "" for name, part in parts.items()}
+    names = ("answer", "log", "transcript", "artifacts")
+    parts = {name: getattr(output, name, None) or b"" for name in names}
+    kept = [name for name, part in parts.items() if part]
+    digests = await blobs.put_async([parts[name] for name in kept]) if kept else []
+    return dict.fromkeys(parts, "") | dict(zip(kept, digests, strict=True))
 
 
 def attempt_row(job: Job, result: Result, backend: str) -> AttemptRow:

@@ -14,10 +14,6 @@ LEFT JOIN (
 GROUP BY suites.suite
 ORDER BY suites.suite
 
--- name: suite_by_name
--- One suite, or nothing.
-SELECT * FROM suites WHERE suite = $suite ORDER BY rowid LIMIT 1
-
 -- name: cases_of_suite
 -- The newest version of each case of a suite; of one split, or of all when it is ''.
 SELECT * FROM (
@@ -26,14 +22,6 @@ SELECT * FROM (
 )
 WHERE (split = $split OR $split = '')
 ORDER BY case_id
-
--- name: case_by_id
--- The newest version of one case.
-SELECT * FROM cases WHERE suite = $suite AND case_id = $case_id ORDER BY version DESC, rowid DESC LIMIT 1
-
--- name: case_by_digest
--- One version of a case by its digest.
-SELECT * FROM cases WHERE case_digest = $case_digest ORDER BY rowid DESC LIMIT 1
 
 -- name: case_versions_of_suite
 -- Every version of every case of a suite.

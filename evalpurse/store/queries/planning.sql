@@ -43,11 +43,3 @@ SELECT run_id, outcome FROM runs WHERE experiment_id = $experiment_id
 -- name: intended_attempts
 -- Attempts of an experiment whose sandbox was about to be made.
 SELECT DISTINCT attempt_id FROM events WHERE experiment_id = $experiment_id AND step = 'create'
-
--- name: case_versions
--- Given versions of cases of a suite.
-SELECT cases.* FROM cases
-SEMI JOIN (
-  SELECT unnest($case_ids::VARCHAR[]) AS case_id, unnest($versions::BIGINT[]) AS version
-) USING (case_id, version)
-WHERE suite = $suite
