@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +20,7 @@ import anyio
 import pytest
 
 from evalpurse.budget import errors, migrations
-from evalpurse.budget.accounts import Entry, Hold, Role
+from evalpurse.budget.accounts import AccountState, Entry, Hold, Role
 from evalpurse.budget.journal import Journal
 from evalpurse.budget.ledger import Ledger
 from evalpurse.budget.tree import Tree
@@ -269,23 +270,85 @@ async def test_a_failed_commit_fails_its_batch_and_the_ledger_goes_on(
         await ledger.close_ledger()
 
 
+class Gated(Flaky):
+    """Stands still at the start of a commit, until the gate opens."""
+
+    closed: ClassVar[bool] = False
+    arrived: ClassVar[threading.Event]
+    gate: ClassVar[threading.Event]
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        if self.closed:
+            self.arrived.set()
+            assert self.gate.wait(20)
+        super().write(entries)
+
+
+@pytest.fixture
+def gated() -> type[Gated]:
+    class Fresh(Gated):
+        arrived = threading.Event()
+        gate = threading.Event()
+
+    return Fresh
+
+
 async def test_what_was_decided_on_top_of_a_failed_batch_fails_with_it(
-    path: Path, flaky: type[Flaky]
+    path: Path, gated: type[Gated]
 ) -> None:
-    ledger = await with_some_money(path, flaky)
-    flaky.failing = "commit"
+    ledger = await with_some_money(path, gated)
+    gated.closed, gated.failing = True, "commit"
     with anyio.fail_after(20):
         first = asyncio.create_task(
             ledger.open_account("o2", "new", parent="exp", limit_nusd=9, by=Role.AGENT)
         )
-        second = asyncio.create_task(ledger.hold(Hold("on top", "new", 5)))
-        failed = await asyncio.gather(first, second, return_exceptions=True)
+        await anyio.to_thread.run_sync(gated.arrived.wait)
+        on_top = [ledger.hold(Hold("on top", "new", 5)), ledger.settle("h1", 5)]
+        second = [asyncio.create_task(call) for call in on_top]
+        await asyncio.sleep(0)
+        assert ledger.account("new").held_nusd == 5
+        gated.gate.set()
+        failed = await asyncio.gather(first, *second, return_exceptions=True)
         assert {type(error) for error in failed} == {errors.LedgerUnavailableError}
-        flaky.failing = ""
+        gated.closed, gated.failing = False, ""
         with pytest.raises(errors.AccountNotFoundError):
             await ledger.hold(Hold("later", "new", 5))
+        assert ledger.account("exp").held_nusd == 300
         assert (await ledger.verify()).problems == ()
         await ledger.close_ledger()
+
+
+async def test_closing_and_correcting_in_one_commit_leaves_the_account_closed(
+    path: Path, gated: type[Gated]
+) -> None:
+    ledger = await with_some_money(path, gated)
+    await ledger.open_account("o2", "done", parent=None, limit_nusd=9, by=Role.AGENT)
+    gated.closed = True
+    with anyio.fail_after(20):
+        waiting: list[asyncio.Task[object]] = [asyncio.create_task(ledger.hold(Hold("first", "exp", 5)))]
+        await anyio.to_thread.run_sync(gated.arrived.wait)
+        gated.closed = False
+        waiting += [
+            asyncio.create_task(ledger.close("c1", "done")),
+            asyncio.create_task(ledger.correct("c2", "done", 50, "a late invoice", by=Role.OWNER)),
+            asyncio.create_task(ledger.set_limit("l1", "workspace", 2_000_000, by=Role.OWNER)),
+            asyncio.create_task(ledger.request("r1", "workspace", 5, "more", by=Role.AGENT)),
+        ]
+        await asyncio.sleep(0)
+        waiting.append(asyncio.create_task(ledger.decide("r1", 5, by=Role.OWNER)))
+        waiting.append(asyncio.create_task(ledger.set_limit("l2", "workspace", 3_000_000, by=Role.OWNER)))
+        waiting.append(asyncio.create_task(ledger.unfreeze("u1", "workspace", reason="seen", by=Role.OWNER)))
+        await asyncio.sleep(0)
+        gated.gate.set()
+        await asyncio.gather(*waiting)
+        assert (await ledger.verify()).problems == ()
+        await ledger.close_ledger()
+    ledger = await Ledger.open(path)
+    assert ledger.account("done").state is AccountState.CLOSED
+    assert ledger.account("done").overrun_nusd == 50
+    assert ledger.account("workspace").limit_nusd == 3_000_000
+    assert ledger.account("workspace").state is AccountState.OPEN
+    await ledger.close_ledger()
 
 
 async def test_a_ledger_that_cannot_be_read_again_says_so_and_comes_back_by_itself(
