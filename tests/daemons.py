@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 from mcp import StdioServerParameters
 
 from evalpurse.home import Home
 from evalpurse.server.link import Address
 from evalpurse.server.locks import is_locked
+from evalpurse.server.spawn import Launch, start
 
 MODULE = "tests.fixture_daemon"
 WAIT_S = 20.0
@@ -47,6 +49,12 @@ def host_parameters(home: Home, *more: str) -> StdioServerParameters:
     """How an MCP host starts the bridge."""
     program, *arguments = command("mcp", *more, home=home)
     return StdioServerParameters(command=program, args=arguments, env=environment())
+
+
+def start_daemon(home: Home) -> None:
+    """Starts a fixture daemon as a client does, from this process."""
+    with mock.patch.dict(os.environ, PYTHONPATH=environment()["PYTHONPATH"]):
+        start(home.create(), Launch(MODULE))
 
 
 def run(*words: str, home: Home) -> subprocess.CompletedProcess[str]:

@@ -22,9 +22,8 @@ from evalpurse.home import Home
 from evalpurse.server.client import Client
 from evalpurse.server.errors import BlockedError
 from evalpurse.server.link import Address, open_link
-from evalpurse.server.spawn import Launch, start
 from tests import daemons
-from tests.daemons import Bridge, host_parameters, kill, pid_of, wait_until
+from tests.daemons import Bridge, host_parameters, kill, pid_of, start_daemon, wait_until
 
 Era = Literal["legacy", "2026-07-28"]
 ERAS: tuple[Era, ...] = ("legacy", "2026-07-28")
@@ -157,7 +156,7 @@ def test_the_daemon_does_not_take_on_the_environment_of_its_first_client(own: Ho
     os.environ["A_VARIABLE_OF_A_CLIENT"] = "1234"
     try:
         own.create()
-        start(own, Launch(daemons.MODULE))
+        start_daemon(own)
     finally:
         del os.environ["A_VARIABLE_OF_A_CLIENT"]
     assert b"A_VARIABLE_OF_A_CLIENT" not in Path(f"/proc/{pid_of(own)}/environ").read_bytes()
@@ -351,7 +350,7 @@ def test_where_there_are_no_unix_sockets_loopback_tcp_serves(own: Home) -> None:
 def test_a_newer_client_drains_and_replaces_an_older_daemon(own: Home) -> None:
     own.create()
     (own.path / "pretend_version").write_text("0.0.9")
-    start(own, Launch(daemons.MODULE))
+    start_daemon(own)
     before = pid_of(own)
     with open_link(own, door="mcp", role="agent") as link:
         assert Client(link).call("echo", {"text": "its data is open"}).error is None
@@ -370,7 +369,7 @@ def test_a_newer_client_drains_and_replaces_an_older_daemon(own: Home) -> None:
 def test_an_older_client_uses_a_newer_daemon_and_says_so_once(own: Home) -> None:
     own.create()
     (own.path / "pretend_version").write_text("9.0.0")
-    start(own, Launch(daemons.MODULE))
+    start_daemon(own)
     before = pid_of(own)
     with Bridge(own) as bridge:
         bridge.call(1, "echo", text="old")

@@ -22,9 +22,9 @@ from evalpurse.server.client import Client, call_tool, control
 from evalpurse.server.errors import AbsentError, RefusedError, UnreachableError
 from evalpurse.server.link import Address, open_link
 from evalpurse.server.locks import is_locked, try_lock
-from evalpurse.server.spawn import Launch, request, start
+from evalpurse.server.spawn import Launch, request
 from evalpurse.server.verbs import Option, Verb
-from tests.daemons import MODULE, environment, kill, pid_of, run, wait_until
+from tests.daemons import MODULE, environment, kill, pid_of, run, start_daemon, wait_until
 
 LAUNCH = Launch(MODULE)
 
@@ -33,7 +33,7 @@ LAUNCH = Launch(MODULE)
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     """A home whose daemon no test ends."""
     home = Home(tmp_path_factory.mktemp("shared") / "home").create()
-    start(home, LAUNCH)
+    start_daemon(home)
     yield home
     kill(home)
 
@@ -143,7 +143,7 @@ def test_stop_waits_no_longer_for_what_runs_than_it_is_told(own: Home) -> None:
 
 def test_data_that_cannot_be_opened_is_told_by_every_call_and_by_status(own: Home) -> None:
     (own.path / "fail_open").touch()
-    start(own, LAUNCH)
+    start_daemon(own)
     for _ in range(2):
         result = call_tool(own, "echo", {"text": "x"})
         assert result.error is not None
@@ -166,7 +166,7 @@ def test_a_taken_http_port_costs_the_http_door_only(own: Home) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         own.config_file.write_text(f"http_port = {other.getsockname()[1]}\n")
-        start(own, LAUNCH)
+        start_daemon(own)
         said = control(own, "daemon.status")
     assert said["http"]["open"] is False
     assert "Address already in use" in said["http"]["reason"]

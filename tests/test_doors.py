@@ -22,17 +22,16 @@ from evalpurse.server.control import Registry
 from evalpurse.server.errors import AbsentError, HandshakeError, RefusedError, TokenError, UnreachableError
 from evalpurse.server.handshake import Hello, is_older, read_hello, read_welcome
 from evalpurse.server.link import open_link
-from evalpurse.server.spawn import Launch, start
 from evalpurse.server.tokens import ROLES, Tokens, allows, make_tokens, read_token
 from evalpurse.tools.app import build_server
-from tests.daemons import MODULE, kill, wait_until
+from tests.daemons import kill, start_daemon, wait_until
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     """A home whose daemon no test ends."""
     home = Home(tmp_path_factory.mktemp("shared") / "home").create()
-    start(home, Launch(MODULE))
+    start_daemon(home)
     yield home
     kill(home)
 

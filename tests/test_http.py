@@ -15,9 +15,8 @@ from mcp.client.streamable_http import streamable_http_client
 from evalpurse.home import Home
 from evalpurse.server.client import control
 from evalpurse.server.link import Address
-from evalpurse.server.spawn import Launch, start
 from evalpurse.server.tokens import read_token
-from tests.daemons import META, MODULE, kill
+from tests.daemons import META, kill, start_daemon
 
 Era = Literal["legacy", "2026-07-28"]
 
@@ -26,7 +25,7 @@ Era = Literal["legacy", "2026-07-28"]
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     """A home whose daemon no test ends."""
     home = Home(tmp_path_factory.mktemp("shared") / "home").create()
-    start(home, Launch(MODULE))
+    start_daemon(home)
     yield home
     kill(home)
 

@@ -7,6 +7,7 @@ only.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -230,9 +231,8 @@ def _data(home: Home) -> Check:
         return Check("data", "ok", "none yet")
     if home.ledger_file.exists():
         # A second reader of SQLite's WAL is harmless; DuckDB's file must never be opened from here.
-        with sqlite3.connect(f"file:{home.ledger_file}?mode=ro", uri=True) as ledger:
+        with contextlib.closing(sqlite3.connect(f"file:{home.ledger_file}?mode=ro", uri=True)) as ledger:
             state = ledger.execute("pragma quick_check(1)").fetchone()[0]
-        ledger.close()
         if state != "ok":
             return Check(
                 "data", "fail", f"the ledger is damaged: {state}", f"See the backups in {home.backups}."
