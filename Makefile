@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+OUTSIDE := tests/outside/node_modules/.package-lock.json
 
-.PHONY: setup demo test check lint types docs wheel bench lock clean
+.PHONY: setup demo test outside check lint types docs wheel bench lock clean
 
 setup: $(READY)
 
@@ -21,6 +22,14 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# MCP clients that others wrote, and node to run them: about 250 MB that `make test` does without.
+outside: $(OUTSIDE)
+
+$(OUTSIDE): $(READY) tests/outside/package-lock.json tests/outside/requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r tests/outside/requirements.lock
+	$(BIN)/python -m tests.outside.install
+	@touch $(OUTSIDE)
 
 check: lint types docs wheel
 
