@@ -8,11 +8,15 @@ from typing import ClassVar
 
 from evalpurse.errors import EvalpurseError
 
+NAME_CHARS_COMPARED = 200
+"""The time of a comparison grows with the square of the length; no name is longer than this."""
+
 
 def nearest(name: str, known: Collection[str], *, what: str) -> str:
     """A sentence with the known names closest to one that is not known."""
     if not known:
         return f"There are no {what} yet."
+    name = name[:NAME_CHARS_COMPARED]
     close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
     if close:
         return f"Did you mean {', '.join(close)}?"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from evalpurse.budget.money import NUSD_PER_USD
+from evalpurse.budget.errors import AmountOverflowError, InvalidAmountError
+from evalpurse.budget.money import NUSD_PER_USD, parse_usd
 
 
 def usd(nusd: int) -> float:
@@ -13,3 +14,16 @@ def usd(nusd: int) -> float:
 def usd_or_none(nusd: int | None) -> float | None:
     """As `usd`, passing on that there is no number."""
     return None if nusd is None else usd(nusd)
+
+
+def nusd(parameter: str, amount_usd: float) -> int:
+    """Dollars of a parameter as nano-dollars, rounded up.
+
+    Raises:
+        InvalidAmountError, AmountOverflowError: as `parse_usd`; names the parameter.
+    """
+    try:
+        return parse_usd(amount_usd)
+    except (InvalidAmountError, AmountOverflowError) as error:
+        said = error.message[:1].lower() + error.message[1:]
+        raise type(error)(f"{parameter}: {said}", hint=error.hint, **error.facts) from None

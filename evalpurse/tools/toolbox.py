@@ -23,10 +23,12 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp.server.mcpserver.tools import Tool
 from mcp.server.mcpserver.utilities.func_metadata import ArgModelBase
 from mcp.types import CallToolResult, InputRequiredResult, TextContent, ToolAnnotations
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from evalpurse.errors import ERROR_META, EvalpurseError
+from evalpurse.tools.arguments import check_arguments
 from evalpurse.tools.schemas import SchemaError, check_input, fields_at, flatten
+from evalpurse.tools.texts import HINT_CHARS_MAX, clipped, plain, quoted, valid
 
 if TYPE_CHECKING:
     from evalpurse.runs.services import Services
@@ -40,6 +42,7 @@ READY_TIMEOUT_S = 30.0
 _CLOSED = ConfigDict(extra="forbid")
 _SENTENCES_MAX = 10
 _QUOTE_CHARS_MAX = 80
+_NAME_CHARS_COMPARED = 200
 
 ServicesReady = Callable[[], Awaitable["Services"]]
 Model = TypeVar("Model", bound=BaseModel)
@@ -114,6 +117,20 @@ class Call:
     async def progress(self, done: float, total: float | None = None, message: str | None = None) -> None:
         """Tells the client how far this call is; does nothing when it did not ask."""
         await self.context.report_progress(done, total, message)
+
+
+class _Arguments(ArgModelBase):
+    """Arguments of any tool: closed, and checked as a whole before their own rules."""
+
+    model_config = _CLOSED
+    published: ClassVar[dict[str, Any]] = {}
+    """The flat schema that clients see."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sound(cls, given: Any) -> Any:
+        check_arguments(cls.published, given)
+        return given
 
 
 class StrictTool(Tool):
@@ -220,7 +237,7 @@ class Toolbox:
             ),
         )
         loose = tool.fn_metadata.arg_model
-        strict = cast(type[ArgModelBase], type(loose.__name__, (loose,), {"model_config": _CLOSED}))
+        strict = cast(type[_Arguments], type(loose.__name__, (_Arguments, loose), {}))
         tool.fn_metadata.arg_model = strict
         tool.fn_metadata.output_schema = flatten(tool.fn_metadata.output_schema or {})
         try:
@@ -228,6 +245,7 @@ class Toolbox:
         except SchemaError as error:
             raise SchemaError(f"{name}: {error}") from None
         check_input(name, tool.parameters)
+        strict.published = tool.parameters
         tool._toolbox = self  # noqa: SLF001 - the two classes are one idea
         return tool
 
@@ -271,6 +289,9 @@ class Toolbox:
         """
         facts = answer.facts()
         text = json.dumps(facts, ensure_ascii=False, separators=(",", ":"))
+        if valid(text) != text:
+            text = valid(text)
+            facts = json.loads(text)
         size = len(text.encode())
         if size > PAGE_BYTES_MAX:
             if self._strict_size:
@@ -310,9 +331,9 @@ def failure(code: str, message: str, hint: str, facts: dict[str, Any]) -> CallTo
     Nothing is in structuredContent: the first generation of the TypeScript SDK holds what it finds there
     against the tool's output schema, for errors too, and would throw its own complaint in place of the text.
     """
+    message, hint = clipped(valid(message)), clipped(valid(hint), HINT_CHARS_MAX)
     text = f"{message} {hint}".strip() + f" [code: {code}]"
-    plain = json.loads(json.dumps(facts, default=str))
-    error = {"code": code, "message": message, "hint": hint, "facts": plain}
+    error = {"code": code, "message": message, "hint": hint, "facts": plain(facts)}
     return CallToolResult(
         content=[TextContent(type="text", text=text)], is_error=True, _meta={ERROR_META: error}
     )
@@ -327,12 +348,19 @@ def checked(model: type[Model], /, **fields: Any) -> Model:
     try:
         return model(**fields)
     except ValidationError as error:
-        raise BadArgumentsError(wrong_arguments("the tool", model.model_json_schema(), error)) from None
+        hidden = bool(model.model_config.get("hide_input_in_errors"))
+        schema = model.model_json_schema()
+        raise BadArgumentsError(wrong_arguments("the tool", schema, error, hide_input=hidden)) from None
 
 
-def wrong_arguments(owner: str, schema: dict[str, Any], error: ValidationError) -> str:
-    """One sentence for each parameter that is wrong, naming it as the client wrote it."""
-    problems = error.errors(include_url=False, include_context=False)
+def wrong_arguments(
+    owner: str, schema: dict[str, Any], error: ValidationError, *, hide_input: bool = False
+) -> str:
+    """One sentence for each parameter that is wrong, naming it as the client wrote it.
+
+    With `hide_input` what was given is not repeated: it may be a secret.
+    """
+    problems = error.errors(include_url=False, include_context=False, include_input=not hide_input)
     sentences = [_sentence(owner, schema, problem) for problem in problems[:_SENTENCES_MAX]]
     if len(problems) > _SENTENCES_MAX:
         sentences.append(f"And {len(problems) - _SENTENCES_MAX} more of the kind.")
@@ -349,14 +377,15 @@ def _sentence(owner: str, schema: dict[str, Any], problem: Any) -> str:
     if problem["type"] == "missing":
         return f"Parameter '{place}' is missing."
     reason = str(problem["msg"]).removeprefix("Value error, ").rstrip(".")
-    given = json.dumps(problem["input"], default=repr, ensure_ascii=False)
-    if len(given) > _QUOTE_CHARS_MAX:
-        given = given[:_QUOTE_CHARS_MAX] + "..."
-    return f"Parameter '{place}': {reason[:1].lower()}{reason[1:]}; got {given}."
+    if not place:  # of all arguments together: the reason itself says which
+        return f"{reason[:1].upper()}{reason[1:]}."
+    got = f"; got {quoted(problem['input'], _QUOTE_CHARS_MAX)}" if "input" in problem else ""
+    return f"Parameter '{place}': {reason[:1].lower()}{reason[1:]}{got}."
 
 
 def nearest(word: str, known: list[str]) -> str:
     """ "Did you mean 'x'?" or nothing."""
+    word = word[:_NAME_CHARS_COMPARED]
     found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f"Did you mean '{found[0]}'?" if found else ""
 
