@@ -6,6 +6,7 @@ paid for, a retried one with its last attempt.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,8 @@ from evalpurse.runs.experiments import Experiments, Status
 from evalpurse.runs.lab import Lab
 
 Part = Literal["log", "transcript", "answer"]
+
+_CHARACTER_BYTES_MAX = 4
 
 
 @dataclass(frozen=True)
@@ -103,14 +106,13 @@ class Results:
             )
         content = await self._part(run, part)
         start = min(max(0, offset), len(content))
-        page = content[start : start + page_bytes]
-        after = start + len(page)
+        after, text = page_of(content, start, page_bytes)
         return RunPage(
             run=run,
             scores=await self._lab.store.fetch("scores_of", run_id=run_id),
             attempts=await self._lab.store.fetch("attempts_of", run_id=run_id),
             part=part,
-            text=page.decode("utf-8", errors="replace"),
+            text=text,
             offset=start,
             next_offset=after if after < len(content) else 0,
             total_bytes=len(content),
@@ -119,6 +121,30 @@ class Results:
     async def _part(self, run: dict[str, Any], part: Part) -> bytes:
         digest = run[f"{part}_blob"]
         return await anyio.to_thread.run_sync(self._lab.store.blobs.get, digest) if digest else b""
+
+
+def page_of(content: bytes, start: int, page_bytes: int) -> tuple[int, str]:
+    """Where a page that begins at `start` ends, and its text.
+
+    A page ends between two characters, and takes at most `page_bytes` as a JSON text: what is not UTF-8 is
+    shown as U+FFFD and control characters as escapes, which take several times their place.
+    """
+    size = page_bytes
+    while True:
+        end = _between_characters(content, start, min(start + size, len(content)))
+        text = content[start:end].decode("utf-8", errors="replace")
+        taken = len(json.dumps(text, ensure_ascii=False).encode()) - 2
+        if size <= 1 or taken <= page_bytes:
+            return end, text
+        size = min(size * 95 // 100, size * page_bytes // taken)
+
+
+def _between_characters(content: bytes, start: int, end: int) -> int:
+    """The end moved back to the beginning of a character that it would cut; binary content stays as it is."""
+    for back in range(min(_CHARACTER_BYTES_MAX, end - start - 1)):
+        if end == len(content) or content[end - back] & 0xC0 != 0x80:
+            return end - back
+    return end
 
 
 def _compared(

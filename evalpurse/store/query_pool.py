@@ -219,6 +219,6 @@ def late(timeout_s: float) -> QueryTimeoutError:
     """The error for a query that was ended."""
     return QueryTimeoutError(
         f"The query did not answer within {timeout_s:g} s and was ended.",
-        hint="Aggregate or filter earlier, join on ids, or raise timeout_s.",
+        hint="Aggregate or filter earlier, and join on ids.",
         timeout_s=timeout_s,
     )

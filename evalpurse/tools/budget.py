@@ -8,11 +8,14 @@ from typing import Annotated
 from pydantic import BaseModel, Field
 
 from evalpurse.budget.accounts import BudgetRequest, RequestState, Role
-from evalpurse.budget.money import format_usd, parse_usd
-from evalpurse.tools.money import usd, usd_or_none
-from evalpurse.tools.toolbox import Answer, Call, Toolbox
+from evalpurse.budget.money import format_usd
+from evalpurse.tools.money import nusd, usd, usd_or_none
+from evalpurse.tools.texts import fitting
+from evalpurse.tools.toolbox import Answer, BadArgumentsError, Call, Toolbox
 
 ACCOUNTS_SHOWN = 50
+REQUESTS_SHOWN = 20
+PART_BYTES = 14_000
 
 
 class AccountModel(BaseModel):
@@ -40,7 +43,7 @@ class RequestModel(BaseModel):
 class BudgetAnswer(Answer):
     workspace: AccountModel
     accounts: list[AccountModel] = Field(description="Open accounts below the workspace, newest first.")
-    requests: list[RequestModel]
+    requests: list[RequestModel] = Field(description="Requests for more, newest first.")
 
 
 class RequestAnswer(Answer):
@@ -69,11 +72,15 @@ def register(toolbox: Toolbox) -> None:
                 else found.state != "closed"
             )
         ]
+        accounts = fitting((_account(call, each.account) for each in below[:ACCOUNTS_SHOWN]), PART_BYTES)
+        asked = ledger.requests()
+        newest = (request_model(each) for each in reversed(asked[-REQUESTS_SHOWN:]))
+        requests = fitting(newest, PART_BYTES)
         return BudgetAnswer(
             workspace=_account(call, "workspace"),
-            accounts=[_account(call, found.account) for found in below[:ACCOUNTS_SHOWN]],
-            requests=[request_model(found) for found in ledger.requests()][-20:],
-            truncated=len(below) > ACCOUNTS_SHOWN,
+            accounts=accounts,
+            requests=requests,
+            truncated=len(below) > len(accounts) or len(asked) > len(requests),
             hint="Limits are set by the owner: evalpurse budget grant workspace USD"
             if ledger.account("workspace").limit_nusd == 0
             else "",
@@ -96,7 +103,12 @@ def register(toolbox: Toolbox) -> None:
 
         The same request (amount, reason, account) is made once, however often it is sent.
         """
-        amount = parse_usd(amount_usd)
+        if not all(char.isprintable() or char in "\n\t" for char in reason):
+            raise BadArgumentsError(
+                "Parameter 'reason' has control characters, which could change what the owner sees.",
+                hint="Write plain text.",
+            )
+        amount = nusd("amount_usd", amount_usd)
         key = hashlib.sha256(f"{account}\n{amount}\n{reason}".encode()).hexdigest()[:12]
         made = await call.services.ledger.request(
             f"request:{key}", account, amount, reason, by=Role(call.session.role)

@@ -7,10 +7,12 @@ from typing import Annotated
 from pydantic import BaseModel, Field
 
 from evalpurse.runs.cases import CaseSpec
-from evalpurse.tools.toolbox import Answer, Call, Toolbox
+from evalpurse.tools.texts import fitting, fitting_names
+from evalpurse.tools.toolbox import PAGE_BYTES_TARGET, Answer, Call, Toolbox
 
 PAGE_MAX = 100
 PREVIEW_CHARS = 200
+IDS_BYTES = 10_000
 
 
 class CreatedCases(Answer):
@@ -66,11 +68,18 @@ def register(toolbox: Toolbox) -> None:
         Cases with split "holdout" are never shown again and not run by launch_experiment.
         """
         made = await call.services.cases.create(suite, cases, replace=replace)
+        named = [fitting_names(ids, IDS_BYTES) for ids in (made.created, made.new_versions, made.unchanged)]
+        cut = sum(map(len, named)) < len(cases)
         return CreatedCases(
             suite=suite,
-            created=list(made.created),
-            new_versions=list(made.new_versions),
-            unchanged=list(made.unchanged),
+            created=named[0],
+            new_versions=named[1],
+            unchanged=named[2],
+            truncated=cut,
+            hint=f"Not all ids are shown: {len(made.created)} created, {len(made.new_versions)} with a new "
+            f"version, {len(made.unchanged)} unchanged."
+            if cut
+            else "",
             next="create_variant for your harness, then launch_experiment with dry_run=true.",
         )
 
@@ -85,24 +94,11 @@ def register(toolbox: Toolbox) -> None:
         """Lists the visible cases of a suite page by page, or all suites when none is named."""
         cases = call.services.cases
         if not suite:
-            suites = await call.services.store.fetch("suites")
-            return ListedCases(
-                suites=[
-                    ListedSuite(
-                        suite=row["suite"],
-                        cases=row["cases"],
-                        dev=row["dev_cases"],
-                        holdout=row["holdout_cases"],
-                    )
-                    for row in suites
-                ],
-                next="list_cases with a suite." if suites else "create_cases makes the first suite.",
-            )
+            return await _suites(call, cursor)
         page = await cases.list(suite, split="dev", tags=tags, cursor=cursor, limit=limit)
         inputs = await cases.previews(page.cases, PREVIEW_CHARS)
-        return ListedCases(
-            suite=suite,
-            cases=[
+        fit = fitting(
+            (
                 ListedCase(
                     case_id=row.case_id,
                     version=row.version,
@@ -112,8 +108,34 @@ def register(toolbox: Toolbox) -> None:
                     input=text,
                 )
                 for row, text in zip(page.cases, inputs, strict=True)
-            ],
-            total=page.total,
-            next_cursor=page.next_cursor or None,
-            truncated=bool(page.next_cursor),
+            ),
+            PAGE_BYTES_TARGET,
         )
+        following = page.next_cursor if len(fit) == len(page.cases) else fit[-1].case_id
+        return ListedCases(
+            suite=suite,
+            cases=fit,
+            total=page.total,
+            next_cursor=following or None,
+            truncated=bool(following),
+        )
+
+
+async def _suites(call: Call, cursor: str) -> ListedCases:
+    rows = [row for row in await call.services.store.fetch("suites") if row["suite"] > cursor]
+    fit = fitting(
+        (
+            ListedSuite(
+                suite=row["suite"], cases=row["cases"], dev=row["dev_cases"], holdout=row["holdout_cases"]
+            )
+            for row in rows
+        ),
+        PAGE_BYTES_TARGET,
+    )
+    cut = len(fit) < len(rows)
+    return ListedCases(
+        suites=fit,
+        next_cursor=fit[-1].suite if cut else None,
+        truncated=cut,
+        next="list_cases with a suite." if rows or cursor else "create_cases makes the first suite.",
+    )

@@ -8,11 +8,11 @@ import anyio
 from pydantic import BaseModel, Field
 
 from evalpurse.budget.accounts import Role
-from evalpurse.budget.money import parse_usd
 from evalpurse.runs.estimate import Estimate
 from evalpurse.runs.experiments import Status
 from evalpurse.runs.request import LaunchRequest
-from evalpurse.tools.money import usd, usd_or_none
+from evalpurse.tools.money import nusd, usd, usd_or_none
+from evalpurse.tools.texts import clipped
 from evalpurse.tools.toolbox import Answer, Call, Toolbox
 
 WAIT_S_MAX = 45.0
@@ -75,7 +75,7 @@ def status_model(status: Status) -> StatusModel:
         variants=list(status.variants),
         baseline=status.baseline,
         status=status.status,
-        note=status.note,
+        note=clipped(status.note, 1_000),
         runs=status.run_count,
         done=status.done,
         outcomes=dict(sorted(status.ended.items())),
@@ -159,8 +159,8 @@ def register(toolbox: Toolbox) -> None:
             suite=suite,
             variants=tuple(variants),
             repeats=repeats,
-            cap_nusd=parse_usd(cap_usd),
-            allowance_nusd=parse_usd(allowance_usd),
+            cap_nusd=nusd("cap_usd", cap_usd),
+            allowance_nusd=nusd("allowance_usd", allowance_usd),
             idempotency_key=idempotency_key,
             baseline=baseline,
             account=account,
@@ -215,7 +215,7 @@ def register(toolbox: Toolbox) -> None:
                     status.done, status.run_count, f"{status.done}/{status.run_count} runs ended"
                 )
 
-        async with anyio.create_task_group() as tasks, send:
+        async with receive, anyio.create_task_group() as tasks, send:
             tasks.start_soon(report)
             status = await call.services.experiments.wait(experiment_id, wait_s, progress=note)
         return StatusAnswer(experiment=status_model(status), next=_next_step(status))

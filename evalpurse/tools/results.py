@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -12,9 +11,14 @@ from evalpurse.analysis.costs import Ratio
 from evalpurse.analysis.summary import VariantSummary
 from evalpurse.tools.experiments import StatusModel, status_model
 from evalpurse.tools.money import usd, usd_or_none
-from evalpurse.tools.toolbox import Answer, Call, Toolbox
+from evalpurse.tools.texts import clipped, fitting, fitting_names, size_bytes
+from evalpurse.tools.toolbox import Answer, BadArgumentsError, Call, Toolbox
 
-PAGE_BYTES = 12_000
+PAGE_BYTES = 16_000
+ROWS_BYTES = 24_000
+COLUMNS_BYTES = 8_000
+PART_BYTES = 6_000
+COMPARISONS_BYTES = 18_000
 NAMES_SHOWN = 10
 
 
@@ -219,17 +223,27 @@ def register(toolbox: Toolbox) -> None:
         """
         found = await call.services.results.compare(experiment_id, baseline=baseline, margin=margin)
         status = found.status
+        variants = fitting(map(_variant, found.variants), COMPARISONS_BYTES // 2)
+        comparisons = fitting(map(_comparison, found.comparisons), COMPARISONS_BYTES)
+        refused = fitting_names(list(found.refused), PART_BYTES)
+        cut = len(variants) < len(found.variants) or len(comparisons) < len(found.comparisons)
+        hints = [
+            f"Only the first {len(variants)} of {len(found.variants)} variants and {len(comparisons)} of "
+            f"{len(found.comparisons)} comparisons fit: launch fewer at once, or ask query_results."
+            if cut
+            else "",
+            "" if status.over else f"Still running: {status.done} of {status.run_count} runs have ended.",
+        ]
         return CompareAnswer(
             experiment=status_model(status),
             baseline=found.baseline,
-            variants=[_variant(summary) for summary in found.variants],
-            comparisons=[_comparison(comparison) for comparison in found.comparisons],
-            not_compared=dict(found.refused) or None,
+            variants=variants,
+            comparisons=comparisons,
+            not_compared={name: clipped(found.refused[name], 200) for name in refused} or None,
             margin=margin,
             cost_sources=list(found.cost_sources),
-            hint=""
-            if status.over
-            else f"Still running: {status.done} of {status.run_count} runs have ended.",
+            truncated=cut,
+            hint=" ".join(filter(None, hints)),
             next="read_run on broken or failed cases shows why; query_results lists them.",
         )
 
@@ -247,6 +261,21 @@ def register(toolbox: Toolbox) -> None:
         """Shows one ended run: outcome, scores, cost, and its log, transcript or answer page by page."""
         page = await call.services.results.read_run(run_id, part=part, offset=offset, page_bytes=PAGE_BYTES)
         run = page.run
+        scores = fitting(
+            (
+                RunScore(grader=row["grader"], name=row["name"], value=row["value"], weight=row["weight"])
+                for row in page.scores
+            ),
+            PART_BYTES,
+        )
+        hints = [
+            f"The {part} has {page.total_bytes:,} bytes; offset {offset:,} is beyond its end."
+            if offset > page.total_bytes
+            else "",
+            f"{len(scores)} of {len(page.scores)} scores are shown; query_results has all."
+            if len(scores) < len(page.scores)
+            else "",
+        ]
         return ReadRunAnswer(
             run_id=run_id,
             experiment_id=run["experiment_id"],
@@ -257,30 +286,31 @@ def register(toolbox: Toolbox) -> None:
             counted=run["counted"],
             score=run["score"],
             exit_code=run["exit_code"],
-            error=run["error"][:2000],
+            error=clipped(run["error"], 1_000),
             cost_usd=usd(run["cost_nusd"]),
             cost_source=run["cost_source"],
             duration_s=run["duration_s"],
             reused_from=run["reused_from"] or None,
-            scores=[
-                RunScore(grader=row["grader"], name=row["name"], value=row["value"], weight=row["weight"])
-                for row in page.scores[:100]
-            ],
-            attempts=[
-                RunAttempt(
-                    attempt_id=row["attempt_id"],
-                    outcome=row["outcome"],
-                    cost_usd=usd(row["cost_nusd"]),
-                    detail=row["detail"][:500],
-                )
-                for row in page.attempts
-            ],
+            scores=scores,
+            attempts=fitting(
+                (
+                    RunAttempt(
+                        attempt_id=row["attempt_id"],
+                        outcome=row["outcome"],
+                        cost_usd=usd(row["cost_nusd"]),
+                        detail=clipped(row["detail"], 500),
+                    )
+                    for row in page.attempts
+                ),
+                PART_BYTES,
+            ),
             part=page.part,
             text=page.text,
             offset=page.offset,
             total_bytes=page.total_bytes,
             next_offset=page.next_offset or None,
             truncated=bool(page.next_offset),
+            hint=" ".join(filter(None, hints)),
         )
 
     @toolbox.tool(title="Query results", read_only=True, destructive=False, idempotent=True, open_world=False)
@@ -309,7 +339,20 @@ def register(toolbox: Toolbox) -> None:
                 next="query_results with one SELECT.",
             )
         found = await call.services.queries.query(sql, limit=limit)
+        head = size_bytes([found.columns, found.types])
+        if head > COLUMNS_BYTES:
+            raise BadArgumentsError(
+                f"The result has {len(found.columns):,} columns, whose names and types take {head:,} bytes; "
+                f"an answer has room for {COLUMNS_BYTES:,}.",
+                hint="Select fewer columns, with shorter names.",
+            )
         rows, cut = _fitting(found.rows)
+        if found.rows and not rows:
+            raise BadArgumentsError(
+                f"The first row alone takes {size_bytes(found.rows[0]):,} bytes; an answer has room for "
+                f"{ROWS_BYTES:,}.",
+                hint="Select fewer columns, or only the beginning of long texts: left(column, 1000).",
+            )
         return QueryAnswer(
             columns=list(found.columns),
             types=list(found.types),
@@ -328,8 +371,8 @@ def _fitting(rows: Any) -> tuple[list[list[Any]], bool]:
     kept: list[list[Any]] = []
     size = 0
     for row in rows:
-        size += len(json.dumps(row, ensure_ascii=False).encode()) + 1
-        if size > 2 * PAGE_BYTES:
+        size += size_bytes(row) + 1
+        if size > ROWS_BYTES:
             return kept, True
         kept.append(list(row))
     return kept, False

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from evalpurse.runs.variants import VariantSpec
-from evalpurse.tools.toolbox import Answer, Call, Toolbox, checked
+from evalpurse.tools.texts import fitting
+from evalpurse.tools.toolbox import PAGE_BYTES_TARGET, Answer, Call, Toolbox, checked
 
 _DESCRIBED = {name: field.description or "" for name, field in VariantSpec.model_fields.items()}
 
@@ -105,10 +106,8 @@ def register(toolbox: Toolbox) -> None:
     ) -> ListedVariants:
         """Lists registered variants, newest first, with their lineage, commit and params."""
         rows = list(reversed(await call.services.variants.list()))
-        page = rows[cursor : cursor + limit]
-        after = cursor + len(page)
-        return ListedVariants(
-            variants=[
+        page = fitting(
+            (
                 ListedVariant(
                     variant=row.variant,
                     digest=row.variant_digest[:16],
@@ -120,8 +119,13 @@ def register(toolbox: Toolbox) -> None:
                     params=row.params[:300],
                     description=row.description[:300],
                 )
-                for row in page
-            ],
+                for row in rows[cursor : cursor + limit]
+            ),
+            PAGE_BYTES_TARGET,
+        )
+        after = cursor + len(page)
+        return ListedVariants(
+            variants=page,
             next_cursor=after if after < len(rows) else None,
             truncated=after < len(rows),
         )
