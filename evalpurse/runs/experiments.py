@@ -214,9 +214,11 @@ class Experiments:
         runner = self._runners.get(experiment_id)
         if runner is not None and not runner.finished.is_set():
             with anyio.CancelScope(shield=True):
-                row = ExperimentStatusRow(experiment_id, "cancelling", reason, datetime.now(UTC))
-                await self._lab.until_written(lambda: self._lab.store.append([row]))
-                runner.cancel(reason)
+                async with runner.ending:
+                    if runner.status == "running":
+                        row = ExperimentStatusRow(experiment_id, "cancelling", reason, datetime.now(UTC))
+                        await self._lab.until_written(lambda: self._lab.store.append([row]))
+                        runner.cancel(reason)
             await runner.finished.wait()
         return await self.status(experiment_id)
 

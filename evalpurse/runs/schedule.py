@@ -99,7 +99,9 @@ class ExperimentRunner:
         self._slot = anyio.CapacityLimiter(experiment.max_parallel)
         self._scope = anyio.CancelScope()
         self._wake = anyio.Event()
-        self._cancel_reason = ""
+        self._cancel_reason: str | None = None
+        self.ending = anyio.Lock()
+        """Held by who decides how the experiment ends, so that the last status on record is the true one."""
         self._leaving = False
         self.finished = anyio.Event()
         self.changed = anyio.Event()
@@ -141,8 +143,12 @@ class ExperimentRunner:
     # what others may do
 
     def cancel(self, reason: str) -> None:
-        """Ends the experiment: live sandboxes are ended and settled, the rest never starts."""
-        self._cancel_reason = reason
+        """Ends the experiment: live sandboxes are ended and settled, the rest never starts.
+
+        The first reason counts.
+        """
+        if self._cancel_reason is None:
+            self._cancel_reason, self.status = reason, "cancelling"
         self._scope.cancel()
 
     def leave(self) -> None:
@@ -190,10 +196,11 @@ class ExperimentRunner:
             if self._leaving:
                 return
             with anyio.CancelScope(shield=True):
-                if self._cancel_reason:
-                    status, reason = "cancelled", self._cancel_reason
-                    await self._end_rest(Outcome.CANCELLED, self._cancel_reason)
-                await self._close(status, reason)
+                async with self.ending:
+                    if self._cancel_reason is not None:
+                        status, reason = "cancelled", self._cancel_reason
+                        await self._end_rest(Outcome.CANCELLED, self._cancel_reason)
+                    await self._close(status, reason)
         finally:
             self.finished.set()
             self._touch()
