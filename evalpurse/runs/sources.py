@@ -83,13 +83,18 @@ def _repository(repo: Path | str) -> Path:
         )
     if not text or "\0" in text:
         raise NotARepositoryError("The repository path is empty.", hint="Give an absolute path.")
-    path = Path(text).expanduser()
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:
+        raise NotARepositoryError(
+            f"There is no user whose home folder '{text}' could be in.", hint="Give an absolute path."
+        ) from error
     if not path.is_absolute():
         raise NotARepositoryError(
             f"Repository path '{text}' is relative, and the daemon has another working folder than you.",
             hint="Give an absolute path.",
         )
-    if not path.is_dir():
+    if not _is_folder(path):
         raise NotARepositoryError(f"{path} is not a folder.", hint="Give the path of a git repository.")
     path = path.resolve()
     kind = run_git(path, "rev-parse", "--is-bare-repository", "--absolute-git-dir")
@@ -109,6 +114,13 @@ def _repository(repo: Path | str) -> Path:
             hint=f"Name {top}, and let the run command change into the subfolder.",
         )
     return path
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long, a folder that may not be entered
+        return False
 
 
 def _no_repository(path: Path, done: subprocess.CompletedProcess[bytes]) -> NotARepositoryError:

@@ -46,6 +46,22 @@ _SECRET_FORMS = re.compile(
 )
 
 
+ARGUMENT_BYTES_MAX = 100_000
+"""Of a command, or of all of `env`: Linux starts no process with an argument above 128 KiB."""
+
+
+def _argument_bytes(text: str) -> int:
+    return len(text.encode(errors="surrogatepass")) + 1
+
+
+def _check_argument_bytes(what: str, size_bytes: int) -> None:
+    if size_bytes > ARGUMENT_BYTES_MAX:
+        raise ValueError(
+            f"{what} takes {size_bytes:,} bytes; no process can be started with more than "
+            f"{ARGUMENT_BYTES_MAX:,}. Put long content into `files`"
+        )
+
+
 class VariantSpec(BaseModel):
     """What a variant is made of. `name`, `parent` and `description` are labels; the rest is its identity."""
 
@@ -53,8 +69,12 @@ class VariantSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     name: Annotated[str, Field(pattern=NAME_PATTERN, description="Unique label of 1 to 100 characters.")]
-    repo: Annotated[str, Field(min_length=1, description="Absolute path of a local git repository.")]
-    commit: Annotated[str, Field(description="Commit, branch or tag; stored as the full id.")] = "HEAD"
+    repo: Annotated[
+        str, Field(min_length=1, max_length=4_096, description="Absolute path of a local git repository.")
+    ]
+    commit: Annotated[
+        str, Field(max_length=300, description="Commit, branch or tag; stored as the full id.")
+    ] = "HEAD"
     run: Annotated[
         str | list[str],
         WithJsonSchema({"type": "string"}),
@@ -88,6 +108,7 @@ class VariantSpec(BaseModel):
         parts = [run] if isinstance(run, str) else run
         if not parts or not parts[0].strip() or any("\0" in part for part in parts):
             raise ValueError("the run command is empty or has a NUL character")
+        _check_argument_bytes("the run command", sum(map(_argument_bytes, parts)))
         return run
 
     @field_validator("setup")
@@ -95,6 +116,7 @@ class VariantSpec(BaseModel):
     def _setup_is_commands(cls, setup: list[str]) -> list[str]:
         if any(not command.strip() or "\0" in command for command in setup):
             raise ValueError("a setup command is empty or has a NUL character")
+        _check_argument_bytes("a setup command", max(map(_argument_bytes, setup), default=0))
         return setup
 
     @field_validator("env")
@@ -110,13 +132,17 @@ class VariantSpec(BaseModel):
                     f"the value of {name} looks like a secret, and env is stored and shown; ask the owner to "
                     f"run `evalpurse secrets set {name}`, then give {name} in `secrets`"
                 )
+        _check_argument_bytes("env", sum(_argument_bytes(name + value) for name, value in env.items()))
         return env
 
     @field_validator("secrets")
     @classmethod
     def _secrets_are_names(cls, secrets: list[str]) -> list[str]:
-        if any(not _ENV_NAME.fullmatch(name) for name in secrets) or len(set(secrets)) != len(secrets):
-            raise ValueError("secrets must be distinct names of environment variables")
+        names = all(len(name) <= 200 and _ENV_NAME.fullmatch(name) for name in secrets)
+        if not names or len(set(secrets)) != len(secrets):
+            raise ValueError(
+                "secrets must be distinct names of environment variables, of up to 200 characters"
+            )
         return sorted(secrets)
 
     @model_validator(mode="after")
