@@ -16,8 +16,8 @@ from library_qa.task import Task
 def answer(task: Task, library: Library, chat: Chat) -> str:
     agreements = task.int_param("agreements", 3)
     heard: Counter[str] = Counter()
+    paths = library.candidates(task.question, task.int_param("files_max", 3))
     while True:
-        paths = library.candidates(task.question, task.int_param("files_max", 3))
         documents = whole_files(library, paths, task.int_param("context_chars_max", 100_000))
         said = chat.complete(conversation(task.question, documents)).text
         heard[said] += 1
