@@ -226,13 +226,10 @@ class _Walk:
 
     def _part(self, part: dict[str, Any], ctes: frozenset[str], depth: int) -> None:
         kind = part["type"]
+        if kind == "SHOW_REF":
+            _refuse("SHOW, DESCRIBE or SUMMARIZE", "The schema lists tables, columns and meanings.")
         if not isinstance(kind, str) or kind not in _PARTS:
-            raise QueryRefusedError(
-                f"A part of kind {kind} is not allowed.",
-                hint="SHOW, DESCRIBE and SUMMARIZE are not: the schema lists tables, columns and meanings."
-                if kind == "SHOW_REF"
-                else "Write one plain SELECT: nothing can be changed here.",
-            )
+            _refuse(f"A part of kind {kind}", "Write one plain SELECT: nothing can be changed here.")
         if kind in _QUERIES:
             self._query(part, ctes, depth)
         elif kind == "TABLE_FUNCTION":

@@ -93,7 +93,7 @@ _DEV_CASE: Final = (
 # The ledger's ids start with the experiment they pay for: `exp_xxxxxxxx.00001.1`.
 _PAYS_HOLDOUT: Final = (
     "coalesce(list_has_any(regexp_extract_all(concat_ws(' ', t.hold_id, t.operation_id, t.detail),"
-    f" 'exp_[0-9A-Za-z]+'), (SELECT list(e.experiment_id) FROM experiments e WHERE e.split <> 'dev')), FALSE)"
+    " 'exp_[0-9A-Za-z]+'), (SELECT list(e.experiment_id) FROM experiments e WHERE e.split <> 'dev')), FALSE)"
 )
 
 

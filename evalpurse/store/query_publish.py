@@ -1,8 +1,8 @@
 """Copies of public tables for the query worker: one Arrow file a table, in memory where the system allows.
 
-All tables of a query come from one snapshot of the store. A copy is used again while what it was read from
-has not changed, and for at most half a second more when it is big; older ones are removed, and the rest stays
-within a bound. Files of a query that is running stay until it ends.
+All tables of a query come from one snapshot of the store. A copy is used again while the store has not
+changed, and for about half a second more when it is big; older ones are removed, and the rest stays within a
+bound. Files of a query that is running stay until it ends.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ QUERY_BYTES_MAX: Final = 1_000_000_000
 CACHE_BYTES_MAX: Final = 512_000_000
 BIG_BYTES: Final = 8_000_000  # copying less costs a few milliseconds: always fresh
 REUSE_S: Final = 0.5
+REUSE_FACTOR: Final = (
+    3.0  # or so many times as long as the copy took, so that copying is never all that is done
+)
 SPARE_BYTES: Final = 16_000_000
 _PREFIX: Final = f"evalpurse-query-{os.getuid()}-"
 _ABANDONED_S: Final = 60.0
@@ -63,6 +66,7 @@ class Copy:
     version: int
     snapshot: int
     read_at: float
+    reusable_until: float
     used_at: float
     readers: int = 0
 
@@ -117,10 +121,11 @@ class Publisher:
         version = self._store.data_version
         if all(copy.version == version for copy in copies):
             return copies, 0.0
-        age_s = time.monotonic() - min(copy.read_at for copy in copies)
+        now = time.monotonic()
         together = len({copy.snapshot for copy in copies}) == 1
-        big = sum(copy.size_bytes for copy in copies) > BIG_BYTES
-        return (copies, age_s) if together and big and age_s < REUSE_S else ([], 0.0)
+        if together and any(copy.size_bytes > BIG_BYTES and now < copy.reusable_until for copy in copies):
+            return copies, now - copies[0].read_at
+        return [], 0.0
 
     async def _read(self, names: frozenset[str]) -> list[Copy]:
         """Reads all of them, even those that are current: only one snapshot is sure to be consistent."""
@@ -136,11 +141,14 @@ class Publisher:
             )
         paths = await anyio.to_thread.run_sync(self._write, tables, total_bytes)
         self._snapshots += 1
+        now = time.monotonic()
+        reusable_until = now + max(REUSE_S, REUSE_FACTOR * (now - read_at))
         copies = []
         for name, path in paths.items():
             if name in self._copies:
                 self._outdated.append(self._copies.pop(name))
-            copy = Copy(name, path, path.stat().st_size, version, self._snapshots, read_at, read_at)
+            size_bytes = path.stat().st_size
+            copy = Copy(name, path, size_bytes, version, self._snapshots, read_at, reusable_until, now)
             self._copies[name] = copy
             copies.append(copy)
         return copies
@@ -186,7 +194,7 @@ class Publisher:
         now, version = time.monotonic(), self._store.data_version
         kept_bytes = sum(copy.size_bytes for copy in self._copies.values())
         for copy in sorted(self._copies.values(), key=lambda copy: copy.used_at):
-            young = copy.size_bytes > BIG_BYTES and now - copy.read_at < REUSE_S
+            young = copy.size_bytes > BIG_BYTES and now < copy.reusable_until
             outdated = copy.version != version and not young
             if copy.readers == 0 and (outdated or kept_bytes > CACHE_BYTES_MAX):
                 kept_bytes -= copy.size_bytes
