@@ -52,19 +52,20 @@ class Folders:
             FileExistsError: there is a sandbox, or the rest of one, in its place.
             OSError: the system refuses.
         """
-        try:
+        while self._spare:
             spare = self._spare.popleft()  # the oldest, so that the work is spread over the disk
-        except IndexError:
-            for folder in (layout.root, *layout.folders):
-                os.mkdir(folder, 0o700)
+            try:
+                os.rename(spare, layout.root)
+            except FileNotFoundError:
+                continue  # someone tidied up
+            except OSError as error:
+                self._spare.append(spare)
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise FileExistsError(error.errno, os.strerror(error.errno), layout.root) from error
+                raise
             return
-        try:
-            os.rename(spare, layout.root)
-        except OSError as error:
-            self._spare.append(spare)
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise FileExistsError(error.errno, os.strerror(error.errno), layout.root) from error
-            raise
+        for folder in (layout.root, *layout.folders):
+            os.mkdir(folder, 0o700)
 
     def take_back(self, layout: Layout) -> bool:
         """Empties a sandbox's folders and keeps them, if that is quick and they are as if new.

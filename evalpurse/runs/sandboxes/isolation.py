@@ -105,6 +105,8 @@ class Isolator:
             arguments += ["--ro-bind", path, path]
         for path in jail.writable:
             arguments += ["--bind", path, path]
+        # Last, when the mount points are made: a write to what is hidden must fail, not seem to succeed.
+        arguments += ["--remount-ro", self._home]
         arguments += ["--chdir", jail.workdir, "--info-fd", str(info_fd), "--"]
         return [*arguments, *command]
 
@@ -112,21 +114,29 @@ class Isolator:
 # The supervisor is the namespace's first process: when it ends the kernel has ended all others before its
 # end can be seen. A session of its own keeps `kill 0` of a harness away from bubblewrap.
 _NAMESPACES = ("--unshare-pid", "--unshare-ipc", "--as-pid-1", "--new-session", "--cap-drop", "ALL")
+# Root may write here by being root, without any privilege: one of these names the program that the kernel
+# starts when a process crashes. bubblewrap covers some of them itself, but not where only files are writable.
+_KERNEL_SWITCHES = ("sys", "sysrq-trigger", "fs", "acpi", "scsi", "mtrr", "irq", "bus")
 _SCRATCH = tuple(folder for folder in ("/tmp", "/var/tmp") if Path(folder).is_dir())
 
 
 def _machine(home: str) -> list[str]:
     arguments = ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
+    for name in _KERNEL_SWITCHES:
+        if Path("/proc", name).exists():
+            arguments += ["--ro-bind", f"/proc/{name}", f"/proc/{name}"]
     if Path("/run").is_dir():
         # Sockets can be connected to on a read-only mount: those of services (docker, D-Bus) live here.
         arguments += ["--size", str(_HIDDEN_TMPFS_BYTES), "--tmpfs", "/run"]
         if Path("/run/systemd/resolve").is_dir():
             arguments += ["--ro-bind", "/run/systemd/resolve", "/run/systemd/resolve"]
+        arguments += ["--remount-ro", "/run"]
     user = Path.home()
     for name in _CREDENTIAL_FOLDERS:
         folder = user / name
         if folder.is_dir() and not Path(home).is_relative_to(folder):
-            arguments += ["--size", str(_HIDDEN_TMPFS_BYTES), "--tmpfs", str(folder.resolve())]
+            hidden = str(folder.resolve())
+            arguments += ["--size", str(_HIDDEN_TMPFS_BYTES), "--tmpfs", hidden, "--remount-ro", hidden]
     for name in _CREDENTIAL_FILES:
         if (user / name).is_file():
             arguments += ["--ro-bind", "/dev/null", str((user / name).resolve())]

@@ -89,13 +89,16 @@ class LocalBackend:
         Raises:
             IsolationMissingError: the settings require isolation, and it does not work here.
         """
-        return self._engine.isolator.isolation
+        return self._isolator.isolation
+
+    @cached_property
+    def _isolator(self) -> Isolator:
+        return Isolator(self._home.path, self._setting)
 
     @cached_property
     def _engine(self) -> Engine:
-        isolator = Isolator(self._home.path, self._setting)
         work = str(self._home.work)
-        return Engine(isolator, self._table, Monitor(self._table, work), Folders(work))
+        return Engine(self._isolator, self._table, Monitor(self._table, work), Folders(work))
 
     async def prepare(self, prepared_folder: Path, setup: Sequence[str], env: Mapping[str, str]) -> None:
         self._trees.forget(prepared_folder)
