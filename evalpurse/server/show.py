@@ -187,7 +187,7 @@ def run(facts: dict[str, Any]) -> str:
 def rows(facts: dict[str, Any]) -> str:
     """A result table, or the schema."""
     if "tables" in facts:
-        return "\n".join(f"{one['table']}: {one['columns']}" for one in facts["tables"])
+        return "\n".join(f"{one['table']}: {one['meaning']}\n  {one['columns']}" for one in facts["tables"])
     return table(facts["columns"], facts["rows"]) + _after(facts)
 
 

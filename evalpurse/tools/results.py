@@ -127,6 +127,7 @@ class ReadRunAnswer(Answer):
 
 class TableModel(BaseModel):
     table: str
+    meaning: str
     columns: str = Field(description="name TYPE, ...")
 
 
@@ -136,6 +137,9 @@ class QueryAnswer(Answer):
     rows: list[list[Any]] | None = None
     row_count: int | None = None
     elapsed_ms: float | None = None
+    data_age_s: float | None = Field(
+        default=None, description="Age of a large table's copy, when it is not new."
+    )
     tables: list[TableModel] | None = Field(default=None, description="The schema, when sql is empty.")
 
 
@@ -332,6 +336,7 @@ def register(toolbox: Toolbox) -> None:
                 tables=[
                     TableModel(
                         table=table.name,
+                        meaning=table.meaning,
                         columns=", ".join(f"{column.name} {column.type}" for column in table.columns),
                     )
                     for table in tables
@@ -359,6 +364,7 @@ def register(toolbox: Toolbox) -> None:
             rows=rows,
             row_count=len(rows),
             elapsed_ms=round(found.elapsed_ms, 1),
+            data_age_s=round(found.data_age_s, 1) or None,
             truncated=found.truncated or cut,
             hint="Not all rows are shown: aggregate, filter, or page with LIMIT and OFFSET."
             if found.truncated or cut
