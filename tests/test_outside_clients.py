@@ -65,26 +65,26 @@ SOME = (
 ALL = (
     Way("python", LEGACY, "stdio"),
     Way("python", MODERN, "stdio"),
-    Way("python", LEGACY, "http"),
     Way("python", MODERN, "http"),
     Way("sdk_v1", LEGACY, "stdio"),
     Way("sdk_v1", LEGACY, "http"),
     Way("sdk_v2", LEGACY, "stdio"),
     Way("sdk_v2", MODERN, "stdio"),
-    Way("sdk_v2", LEGACY, "http"),
     Way("sdk_v2", MODERN, "http"),
 )
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
-    """A home with a purse, a suite `echo`, and the variants `copy`, `wrong` and `endless`."""
+    """A home with a purse, beside it a repository `harness`; its daemon ends with nothing to complain of."""
     folder = tmp_path_factory.mktemp("outside")
     home = Home(folder / "home")
     run_cli(home, "budget", "grant", "workspace", str(PURSE_USD), "--yes")
     make_repository(folder / "harness")
     yield home
     run_cli(home, "daemon", "stop")
+    complaints = [line for line in home.log_file.read_text().splitlines() if " INFO " not in line]
+    assert complaints == []
 
 
 @pytest.fixture
