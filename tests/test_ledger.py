@@ -384,7 +384,9 @@ async def test_an_owner_corrects_up_and_down_and_what_does_not_fit_is_an_overrun
     await ledger.correct("c2", "exp", 2 * USD, "more of it", by=OWNER)
     assert balances(ledger, "workspace") == (3 * USD, 0, 2 * USD)
     assert ledger.account("workspace").state is AccountState.FROZEN
-    await ledger.correct("c3", "exp", -3 * USD, "a refund", by=OWNER)
+    await ledger.correct("c2b", "exp", USD, "and more", by=OWNER)
+    assert balances(ledger, "workspace") == (3 * USD, 0, 3 * USD)
+    await ledger.correct("c3", "exp", -4 * USD, "a refund", by=OWNER)
     assert balances(ledger, "workspace") == (2 * USD, 0, 0)
     with pytest.raises(errors.InvalidAmountError):
         await ledger.correct("c4", "exp", -2 * USD - 1, "too much", by=OWNER)
