@@ -10,10 +10,15 @@ from typing import Any
 import anyio
 import pytest
 
+from evalpurse import __version__
 from evalpurse.home import Home
+from evalpurse.server.client import Client
+from evalpurse.server.link import open_link
+from evalpurse.server.spawn import Launch, request, start
 from evalpurse.store.records import RunRow
 from evalpurse.tools.arguments import DEPTH_MAX
 from evalpurse.tools.toolbox import PAGE_BYTES_MAX
+from tests.daemons import MODULE, kill
 from tests.fake_backend import Sandboxes, Script
 from tests.lab_fixtures import furnish, make_repository, open_lab
 from tests.query_home import run_rows
@@ -329,6 +334,49 @@ async def test_sql_whose_answer_is_no_page_says_what_to_ask_instead(desk: Desk) 
     assert many["rows"][0][0] == 0
     beyond = await desk.refuse("query_results", sql="SELECT 1", limit=10**6)
     assert "1000" in beyond.text
+
+
+# Lines that no client's library would send.
+
+UNREADABLE = {
+    "lone surrogate": (b'{"jsonrpc":"2.0","id":7,"method":"tools/call","params":{"name":"\\ud800"}}', 7),
+    "too deep": (
+        b'{"params":' + b"[" * 50_000 + b"]" * 50_000 + b',"jsonrpc":"2.0","method":"x","id":"a\\"b"}',
+        'a"b',
+    ),
+    "endless number": (b'{"id":-3,"jsonrpc":"2.0","method":"x","params":{"n":' + b"9" * 9_000 + b"}}", -3),
+    "other ids inside": (b'{"params":{"id":1,"a":["\\"id\\":2",{"id":3}],"b":nope},"id":4}', 4),
+    "broken id": (b'{"id":"\\q","params":nope}', None),
+    "no id": (b'{"jsonrpc":"2.0","method":"x","params":{"id":5},}', None),
+    "JSON, but no message": (b'{"jsonrpc":"2.0","id":9,"methods":"x"}', 9),
+    "bytes": (bytes(range(11, 256)), None),
+}
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    home = Home(tmp_path_factory.mktemp("daemon") / "home").create()
+    start(home, Launch(MODULE))
+    yield home
+    kill(home)
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_line_that_cannot_be_read_is_answered_under_its_id_and_costs_no_connection(
+    daemon: Home, name: str
+) -> None:
+    line, wanted = UNREADABLE[name]
+    with open_link(daemon, door="mcp", role="agent") as link:
+        link.socket.sendall(line + b"\n")
+        answer = json.loads(link.reader.readline())
+        assert answer["id"] == wanted
+        assert answer["error"]["code"] in (-32700, -32600)
+        assert len(answer["error"]["message"]) < 300
+        assert Client(link).call("echo", {"text": "still here"}).facts["text"] == "still here"
+    with open_link(daemon, door="control", role="agent") as link:
+        link.socket.sendall(line + b"\n")
+        assert "error" in json.loads(link.reader.readline())
+        assert request(link, "daemon.status", {})["version"] == __version__
 
 
 # What needs an experiment that ran.

@@ -115,7 +115,7 @@ def number(params: dict[str, Any], name: str, default: float, low: float, high: 
 def _parse(line: bytes) -> dict[str, Any]:
     try:
         request = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadParametersError(f"The request is not JSON: {error}.") from error
     if not isinstance(request, dict):
         raise BadParametersError("The request is not a JSON object.")

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import struct
 import time
@@ -22,6 +23,7 @@ import anyio
 from anyio.abc import ByteStream, Listener, SocketAttribute, SocketStream
 from mcp.shared.message import ServerMessageMetadata, SessionMessage
 from mcp.types import INVALID_REQUEST, PARSE_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
+from pydantic import ValidationError
 
 from evalpurse import __version__
 from evalpurse.home import Home
@@ -30,6 +32,7 @@ from evalpurse.server.errors import HandshakeError, RefusedError
 from evalpurse.server.handshake import LINE_BYTES_MAX, MESSAGE_BYTES_MAX, Hello, Welcome, read_hello, refusal
 from evalpurse.server.tokens import Tokens
 from evalpurse.tools.app import ToolServer
+from evalpurse.tools.texts import valid
 from evalpurse.tools.toolbox import Session
 
 log = logging.getLogger(__name__)
@@ -144,8 +147,8 @@ class RawDoor:
                         continue
                     try:
                         message = jsonrpc_message_adapter.validate_json(line, by_name=False)
-                    except ValueError:
-                        await complaints.send(SessionMessage(_complaint(line)))
+                    except ValidationError as error:
+                        await complaints.send(SessionMessage(_complaint(line, error)))
                         continue
                     await to_server.send(SessionMessage(message, metadata))
 
@@ -163,13 +166,36 @@ class RawDoor:
                 inward.cancel_scope.cancel()
 
 
-def _complaint(line: bytes) -> JSONRPCError:
-    try:
-        json.loads(line)
-        error = ErrorData(code=INVALID_REQUEST, message="The line is JSON, but not a JSON-RPC message.")
-    except ValueError:
-        error = ErrorData(code=PARSE_ERROR, message="The line is not JSON.")
-    return JSONRPCError(jsonrpc="2.0", id=None, error=error)
+def _complaint(line: bytes, error: ValidationError) -> JSONRPCError:
+    """The answer to a line that is no message, under the id that its client waits for."""
+    found = error.errors(include_url=False, include_input=False)[0]
+    log.info("a client sent a line that is no message: %s", found["type"])
+    if found["type"] == "json_invalid":
+        said = ErrorData(code=PARSE_ERROR, message=f"The line is not JSON that can be read. {found['msg']}.")
+    else:
+        said = ErrorData(code=INVALID_REQUEST, message="The line is JSON, but not a JSON-RPC message.")
+    return JSONRPCError(jsonrpc="2.0", id=_id_of(line), error=said)
+
+
+_STRING = rb'"[^"\\]*(?:\\.[^"\\]*)*"'
+_TOKEN = re.compile(_STRING + rb"|[][{}]")
+_ID_VALUE = re.compile(rb"\s*:\s*(-?[0-9]{1,18}(?![0-9.eE])|" + _STRING + rb")")
+
+
+def _id_of(line: bytes) -> int | str | None:
+    """The id of a request that no parser takes because of something else that is in it."""
+    depth = 0
+    for token in _TOKEN.finditer(line):
+        text = token.group()
+        if text in (b"{", b"["):
+            depth += 1
+        elif text in (b"}", b"]"):
+            depth -= 1
+        elif depth == 1 and text == b'"id"' and (value := _ID_VALUE.match(line, token.end())):
+            with contextlib.suppress(ValueError):  # it is the id itself that cannot be read
+                found: int | str = json.loads(value[1].decode(errors="replace"), strict=False)
+                return valid(found) if isinstance(found, str) else found
+    return None
 
 
 def _is_hang_up(error: BaseException) -> bool:
