@@ -315,7 +315,8 @@ class ExperimentRunner:
         await anyio.sleep(delay_s * random.uniform(0.5, 1.5))  # noqa: S311 (jitter, not a secret)
         try:
             with anyio.CancelScope(shield=True):
-                await self._lab.until_written(lambda: self._lab.ledger.hold(self._hold(turn)))
+                hold = [self._hold(turn)]
+                await self._lab.until_written(lambda: self._lab.ledger.hold_many(hold, atomic=True))
         except (ExceedsLimitError, AccountFrozenError):
             return False
         return True
