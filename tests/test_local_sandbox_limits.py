@@ -303,3 +303,17 @@ def test_ps_and_proc_tell_the_same_of_a_process() -> None:
     assert (by_proc.pid, by_proc.parent, by_proc.zombie) == (by_ps.pid, by_ps.parent, by_ps.zombie)
     assert by_ps.resident_bytes == pytest.approx(by_proc.resident_bytes, rel=0.2)
     assert 0 <= by_ps.cpu_s <= by_proc.cpu_s + 1, "ps leaves out children that have ended"
+
+
+async def test_the_end_of_one_sandbox_does_not_reach_the_next_of_the_same_name(bench: Bench) -> None:
+    with anyio.fail_after(30):
+        for _ in range(3):
+            bomb = await bench.start(
+                BOMB.format(own_sessions=True), name="same.1", limits=tight(processes=40)
+            )
+            assert (await bomb.wait()).reason is EndReason.PROCESSES
+            await bomb.terminate()
+            quiet = await bench.start(["/bin/sh", "-c", "sleep 0.1"], name="same.1")
+            ended = await quiet.wait()
+            assert (ended.reason, ended.exit_code) == (EndReason.EXITED, 0), ended
+            await quiet.terminate()

@@ -29,6 +29,7 @@ _LONG = struct.calcsize("l")
 _GET_FLAGS = 0x80006601 | _LONG << 16  # FS_IOC_GETFLAGS
 _SET_FLAGS = 0x40006602 | _LONG << 16  # FS_IOC_SETFLAGS
 _TOP_OF_HIERARCHY = 0x00020000  # FS_TOPDIR_FL
+_Attributes = tuple[bool, list[str], bytes]
 
 
 class Folders:
@@ -43,7 +44,11 @@ class Folders:
         _spread(work)
         remove_tree(self._root)  # nobody vouches for what an earlier daemon left
         Path(self._root).mkdir(mode=0o700)
-        self._new = _attributes(self._root)
+        fd = os.open(self._root, _OPEN)
+        try:
+            self._new = _attributes(fd)
+        finally:
+            os.close(fd)
 
     def make(self, layout: Layout) -> None:
         """Makes a sandbox's folders.
@@ -86,39 +91,52 @@ class Folders:
         return True
 
     def _empty(self, layout: Layout) -> bool:
-        folders = set(layout.folders)
-        left = QUICK_ENTRIES_MAX
-        pending = [layout.root]
-        extra = []
-        for folder in pending:  # grows on the way
-            with os.scandir(folder) as entries:
+        """Removes all but the sandbox's own folders; False when that takes long or one is not as if new."""
+        extra: list[str] = []
+        left = self._clear(layout.root, extra, QUICK_ENTRIES_MAX, None)
+        own = set(layout.folders)
+        if not own.issubset(extra):
+            return False
+        for folder in layout.folders:
+            left = self._clear(folder, extra, left, self._new)
+        extra = [folder for folder in extra if folder not in own]
+        for folder in extra:  # grows on the way
+            left = self._clear(folder, extra, left, None)
+        for folder in reversed(extra):
+            os.rmdir(folder)
+        return left >= 0
+
+    def _clear(self, folder: str, found: list[str], left: int, new: _Attributes | None) -> int:
+        """Removes a folder's files and notes its folders; the number of entries that may still be removed.
+
+        Negative once there are too many, or when the folder is not like a `new` one.
+        """
+        if left < 0:
+            return left
+        fd = os.open(folder, _OPEN)
+        try:
+            if new is not None and _attributes(fd) != new:
+                return -1
+            with os.scandir(fd) as entries:
                 for entry in entries:
                     left -= 1
                     if left < 0:
-                        return False
-                    if not entry.is_dir(follow_symlinks=False):
-                        os.unlink(entry.path)
-                        continue
-                    pending.append(entry.path)
-                    if entry.path in folders:
-                        folders.discard(entry.path)
+                        return left
+                    if entry.is_dir(follow_symlinks=False):
+                        found.append(f"{folder}/{entry.name}")
                     else:
-                        extra.append(entry.path)
-        for folder in reversed(extra):
-            os.rmdir(folder)
-        return not folders and all(_attributes(folder) == self._new for folder in layout.folders)
+                        os.unlink(entry.name, dir_fd=fd)
+        finally:
+            os.close(fd)
+        return left
 
 
-def _attributes(folder: str) -> tuple[bool, list[str], bytes]:
+def _attributes(fd: int) -> _Attributes:
     """What a harness may have done to a folder itself: size and rights, extended attributes, file flags."""
-    fd = os.open(folder, _OPEN)
-    try:
-        facts = os.fstat(fd)
-        plain = facts.st_mode == _MODE and facts.st_uid == os.getuid() and facts.st_size <= _FOLDER_BYTES_MAX
-        names = os.listxattr(fd) if sys.platform == "linux" else []
-        return plain, names, _flags(fd)
-    finally:
-        os.close(fd)
+    facts = os.fstat(fd)
+    plain = facts.st_mode == _MODE and facts.st_uid == os.getuid() and facts.st_size <= _FOLDER_BYTES_MAX
+    names = os.listxattr(fd) if sys.platform == "linux" else []
+    return plain, names, _flags(fd)
 
 
 def _flags(fd: int) -> bytes:

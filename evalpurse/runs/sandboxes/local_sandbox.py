@@ -87,10 +87,11 @@ class LocalSandbox:
 
     async def wait(self) -> Ended:
         if self._ended is None:
-            record = self._take_up()
-            if record is None and os.path.exists(self._layout.record):
+            started = self._process is not None or self._take_up() is not None
+            there = os.path.exists(self._layout.record)
+            if there and not started:
                 raise SandboxError(f"Sandbox {self.name} was not started.")
-            if record is None:  # the folder is gone, with all evidence
+            if not there:  # with all evidence
                 await self._kill()
             elif self._process is not None:
                 await self._until_gone(self._process)
@@ -153,18 +154,28 @@ class LocalSandbox:
                 await anyio.to_thread.run_sync(remove_tree, root)
 
     async def terminate(self) -> None:
+        # Without a pause there is nothing to shield.
+        if self._removed or (self._alone and self._take_back()):
+            return
         with anyio.CancelScope(shield=True):
             async with self._removing:
-                if self._removed:
-                    return
-                if not self._alone:
+                if not self._removed and not self._alone:
                     self._take_up()
                     await self._kill()
-                    self._release()
-                if not self._engine.folders.take_back(self._layout):
+                    await self._release()
+                if not self._removed and not self._take_back():
                     await anyio.to_thread.run_sync(remove_tree, self._layout.root)
-                self._removed = True
-                self._on_removed(self)
+                    self._gone()
+
+    def _take_back(self) -> bool:
+        taken = self._engine.folders.take_back(self._layout)
+        if taken:
+            self._gone()
+        return taken
+
+    def _gone(self) -> None:
+        self._removed = True
+        self._on_removed(self)
 
     # The way to the end
 
@@ -223,7 +234,6 @@ class LocalSandbox:
             await self._process.exited()
         else:
             await anyio.to_thread.run_sync(end_all, self.name, self._engine.table)
-        self._alone = True
 
     async def _conclude(self) -> Ended:
         """Makes sure that nothing is left running, and says how it ended."""
@@ -231,15 +241,15 @@ class LocalSandbox:
             left = await self._engine.monitor.look(self.name)
             if left or (self._process is not None and not self._process.reap()):
                 await self._kill()
+        await self._release()
         self._alone = True
-        self._release()
         if self._ended is None:
             self._ended = await self._judge()
         return self._ended
 
-    def _release(self) -> None:
+    async def _release(self) -> None:
         if self._watch is not None:
-            self._engine.monitor.forget(self._watch)
+            await self._engine.monitor.forget(self._watch)
         if self._process is not None:
             self._process.kill_group()
             self._process.reap()
@@ -292,7 +302,7 @@ class LocalSandbox:
             )
         if usage is None:
             return EndReason.EXITED, ""
-        if usage.peak_bytes is not None and usage.peak_bytes > limits.memory_bytes:
+        if usage.peak_over(limits.memory_bytes):
             peak, allowed = usage.peak_bytes, limits.memory_bytes
             return (
                 EndReason.MEMORY,

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import anyio.to_thread
+
 from evalpurse.runs.errors import SandboxError
 from evalpurse.runs.sandboxes.materialise import tree_bytes
 from evalpurse.runs.sandboxes.processes import Owners, Process, ProcessTable, task_count
@@ -52,6 +54,7 @@ class Watch:
     peak_bytes: int = 0
     done: bool = False
     near: bool = False
+    ender: threading.Thread | None = None
     _last_bytes: int = field(default=0, repr=False)
 
     def look(self, members: Sequence[Process], table: ProcessTable) -> tuple[EndReason, str] | None:
@@ -136,12 +139,15 @@ class Monitor:
             if len(self._watches) == 1:
                 self._wake.notify_all()
 
-    def forget(self, watch: Watch) -> None:
-        """Stops watching; safe to call twice."""
-        watch.done = True
+    async def forget(self, watch: Watch) -> None:
+        """Stops watching; returns when nothing of it is being ended any more. Safe to call twice."""
         with self._wake:
+            watch.done = True
             if self._watches.get(watch.name) is watch:
                 del self._watches[watch.name]
+        if watch.ender is not None:
+            # A sandbox of the same name may come next: it must not meet the one that ends this one.
+            await anyio.to_thread.run_sync(watch.ender.join)
 
     def sessions(self) -> set[int]:
         """Sessions of everything that is watched."""
@@ -243,11 +249,17 @@ class Monitor:
         return (facts.f_blocks - facts.f_bfree) * facts.f_frsize
 
     def _act(self, watch: Watch, breach: tuple[EndReason, str] | None) -> None:
-        if breach is None or watch.done:
+        if breach is None:
             return
-        watch.done = True
-        # On a thread of its own: ending a tree waits for its processes, and the others must not go unwatched.
-        threading.Thread(target=_end, args=(watch, *breach), name=f"end-{watch.name}", daemon=True).start()
+        with self._wake:
+            if watch.done:
+                return
+            watch.done = True
+            # A thread of its own: ending a tree waits for its processes, and others must not go unwatched.
+            watch.ender = threading.Thread(
+                target=_end, args=(watch, *breach), name="sandbox-end", daemon=True
+            )
+            watch.ender.start()
 
 
 def _end(watch: Watch, reason: EndReason, why: str) -> None:

@@ -120,9 +120,19 @@ class Usage:
     """What a process tree used, as the kernel counted it for those that were waited for."""
 
     cpu_s: float
-    peak_bytes: int | None
-    """Largest resident memory of one process; None when the kernel's number can be that of the daemon."""
+    peak_bytes: int
+    """Largest resident memory of one process."""
     written_bytes: int
+
+    def peak_over(self, limit_bytes: int) -> bool:
+        """Whether one process was certainly larger than this.
+
+        A child starts with the peak of the process that spawned it: a number that may be the daemon's own
+        proves nothing.
+        """
+        if self.peak_bytes <= limit_bytes:
+            return False
+        return self.peak_bytes > resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT_BYTES
 
 
 class Supervised:
@@ -286,12 +296,9 @@ def _spawn(launch: Launch, isolator: Isolator, run_fd: int, log_fd: int) -> int:
 
 
 def _usage(used: resource.struct_rusage) -> Usage:
-    peak_bytes = used.ru_maxrss * _MAXRSS_UNIT_BYTES
-    # A child starts with the peak of the process that spawned it: only what is above that is its own.
-    own_peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT_BYTES
     return Usage(
         cpu_s=used.ru_utime + used.ru_stime,
-        peak_bytes=peak_bytes if peak_bytes > own_peak_bytes else None,
+        peak_bytes=used.ru_maxrss * _MAXRSS_UNIT_BYTES,
         written_bytes=used.ru_oublock * 512,
     )
 

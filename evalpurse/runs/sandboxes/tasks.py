@@ -65,8 +65,8 @@ class Engine:
                 await process.exited()
                 timed_out = False
         finally:
-            self.monitor.forget(watch)
             with anyio.CancelScope(shield=True):
+                await self.monitor.forget(watch)
                 if self.isolator.active:
                     process.reap()
                 if not (self.isolator.active and process.ended_cleanly):
