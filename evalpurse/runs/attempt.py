@@ -19,7 +19,7 @@ from evalpurse.runs.cases import CaseContent
 from evalpurse.runs.charge import NOTHING_RAN, Charge, CostSource, charge_for, sandbox_cost_nusd
 from evalpurse.runs.errors import GraderError, SandboxError
 from evalpurse.runs.graders import grade_all
-from evalpurse.runs.graders.metrics import HarnessMetrics, parse_metrics
+from evalpurse.runs.graders.metrics import HarnessMetrics, metrics_of
 from evalpurse.runs.job import Job, Result
 from evalpurse.runs.lab import Lab
 from evalpurse.runs.outcomes import TREATMENTS, Outcome, outcome_of_end
@@ -135,7 +135,7 @@ class Attempt:
         )
 
     async def _judge(self, sandbox: Sandbox, ended: Ended, output: Output | None) -> Result:
-        metrics = parse_metrics(output.metrics) if output is not None else None
+        metrics = metrics_of(output) if output is not None else None
         charge = self._charge(metrics)
         outcome = outcome_of_end(ended, over_allowance=charge.over_allowance)
         if not TREATMENTS[outcome].graded or output is None:
@@ -169,7 +169,7 @@ class Attempt:
             return Result(outcome, self._charge(None), error=f"{reason} {error}")
         if ended is None:
             return Result(outcome, NOTHING_RAN, error=reason)
-        metrics = parse_metrics(output.metrics)
+        metrics = metrics_of(output)
         charge = self._charge(metrics)
         return Result(outcome, charge, ended, output, metrics, error=reason)
 

@@ -81,11 +81,10 @@ def charge_for(
     try:
         usage = [(reported, prices.cost(reported, at)) for reported in metrics.usage]
     except (UnknownModelError, UnpricedUnitError, InvalidUsageError) as error:
-        charged = _without_evidence(allowance_nusd, sandbox_nusd, str(error))
-        unpayable = allowance_nusd == 0 and any(r.input_tokens + r.output_tokens for r in metrics.usage)
-        return Charge(
-            charged.model_nusd, sandbox_nusd, CostSource.ASSUMED, over_allowance=unpayable, note=charged.note
-        )
+        if allowance_nusd > 0 or not any(r.input_tokens + r.output_tokens for r in metrics.usage):
+            return _without_evidence(allowance_nusd, sandbox_nusd, str(error))
+        note = f"The harness reported model calls that have no known cost; its allowance was $0.00. {error}"
+        return Charge(0, sandbox_nusd, CostSource.ASSUMED, over_allowance=True, note=note)
     model_nusd = sum(priced.cost_nusd for _, priced in usage)
     over = model_nusd > allowance_nusd
     note = (

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evalpurse.budget.prices import TOKENS_MAX, ModelUsage
+from evalpurse.runs.sandboxes.protocol import Output
 
 METRICS_BYTES_MAX = 1 << 20
 NUMBERS_MAX = 200
@@ -40,6 +41,15 @@ class HarnessMetrics:
     over_allowance: bool = False
     problem: str = ""
     ignored: str = ""
+
+
+def metrics_of(output: Output) -> HarnessMetrics:
+    """Reads the metrics file of an output; never raises, whatever is in it."""
+    if "metrics" in output.truncated:
+        return HarnessMetrics(
+            problem=f"metrics.json has more than the {METRICS_BYTES_MAX:,} bytes that are read"
+        )
+    return parse_metrics(output.metrics)
 
 
 def parse_metrics(metrics: bytes | None) -> HarnessMetrics:
