@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,18 @@ async def test_a_refusal_never_repeats_what_may_be_a_secret(desk: Desk, reposito
         assert "secrets" in refused.text
         assert key not in refused.text
         assert "correct-horse-battery" not in refused.text
+
+
+async def test_names_that_are_no_text_are_told_as_valid_text(desk: Desk, tmp_path: Path) -> None:
+    folder = make_repository(tmp_path / "odd")
+    try:
+        (folder / os.fsdecode(b"caf\xe9.txt")).write_text("new")
+    except OSError:
+        pytest.skip("this file system takes only valid names")
+    refused = await desk.refuse("create_variant", **variant(repo=str(folder)))
+    assert refused.code == "dirty_tree"
+    assert "caf\ufffd.txt" in refused.text
+    assert refused.facts["files"] == ["caf\ufffd.txt (new)"]
 
 
 # Every parameter that a tool publishes, wherever it is, against values that nobody planned for.
