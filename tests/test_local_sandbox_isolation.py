@@ -15,7 +15,7 @@ import pytest
 from evalpurse.config import Settings
 from evalpurse.home import Home
 from evalpurse.runs.errors import IsolationMissingError
-from evalpurse.runs.sandboxes.isolation import Isolator
+from evalpurse.runs.sandboxes.isolation import Interpreters, Isolator
 from evalpurse.runs.sandboxes.local import LocalBackend
 from evalpurse.runs.sandboxes.protocol import EndReason
 from tests.sandbox_kit import Bench, bench_in
@@ -278,3 +278,11 @@ async def test_required_isolation_that_is_missing_stops_a_launch_with_the_way_ou
     with pytest.raises(IsolationMissingError, match="Install bubblewrap"):
         _ = backend.isolation
     await backend.close()
+
+
+def test_our_own_python_is_seen_where_scratch_folders_are_hidden() -> None:
+    scratch = Path(SCRATCH[0])
+    home = scratch / "venv" / "home"
+    found = Interpreters.of(str(home), {str(scratch / "venv"), str(home / "python"), "/usr"})
+    # The one around the home comes first: the home is hidden after it.
+    assert found == ([str(scratch / "venv")], [str(home / "python")])

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from evalpurse.runs.errors import IsolationMissingError
 
@@ -63,6 +64,21 @@ class Jail:
     memory_bytes: int
 
 
+class Interpreters(NamedTuple):
+    """Folders of our own Python that a jail would hide: a harness may run on it wherever it is installed."""
+
+    outside_home: Sequence[str]
+    inside_home: Sequence[str]
+
+    @classmethod
+    def of(cls, home: str, prefixes: Collection[str]) -> Interpreters:
+        """The prefixes that lie in scratch folders, apart from those inside the home."""
+        found = sorted({str(Path(prefix).resolve()) for prefix in prefixes})
+        inside = [path for path in found if Path(path).is_relative_to(home)]
+        scratch = [path for path in found if any(Path(path).is_relative_to(folder) for folder in _SCRATCH)]
+        return cls([path for path in scratch if path not in inside], inside)
+
+
 class Isolator:
     """Wraps commands into bubblewrap, where that works and is wanted."""
 
@@ -84,6 +100,7 @@ class Isolator:
         else:
             self.isolation = Isolation("bubblewrap", network_blocked=True, limits=_WITH)
             self._first = [self._bwrap, *_NAMESPACES, *_machine(self._home)]
+            self._interpreters = Interpreters.of(self._home, {sys.prefix, sys.base_prefix})
 
     @property
     def active(self) -> bool:
@@ -100,8 +117,11 @@ class Isolator:
         arguments += ["--size", shared_memory, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
         for folder in _SCRATCH:
             arguments += ["--size", shared_memory, "--tmpfs", folder]
+        # Before the home is hidden, or a home inside an interpreter's folder would be seen again.
+        for path in self._interpreters.outside_home:
+            arguments += ["--ro-bind", path, path]
         arguments += ["--size", str(_HIDDEN_TMPFS_BYTES), "--tmpfs", self._home]
-        for path in jail.readable:
+        for path in (*self._interpreters.inside_home, *jail.readable):
             arguments += ["--ro-bind", path, path]
         for path in jail.writable:
             arguments += ["--bind", path, path]
