@@ -58,6 +58,10 @@ async def connect(fake: FakeApi) -> Any:
         )
 
 
+async def close(client: Any) -> None:
+    await client.close.aio()
+
+
 @asynccontextmanager
 async def connected(fake: FakeApi) -> AsyncIterator[Bed]:
     with client_environment(fake):
@@ -68,7 +72,7 @@ async def connected(fake: FakeApi) -> AsyncIterator[Bed]:
         try:
             yield Bed(fake, client, app, image)
         finally:
-            await client._close.aio() if hasattr(client, "_close") else await client.close.aio()
+            await close(client)
 
 
 @asynccontextmanager
@@ -215,7 +219,8 @@ async def test_an_entrypoint_that_exits_ends_the_sandbox_and_leaves_its_output(b
 
 async def test_another_client_finds_a_sandbox_by_name_and_by_id(bed: Bed) -> None:
     made = await bed.sandbox(name="exp_test.00001.1", tags={"home": "h1"})
-    process = await made.exec.aio("sh", "-c", "echo kept > /evalpurse/state; sleep 30")
+    await bed.sh(made, "echo kept > /evalpurse/state")
+    process = await made.exec.aio("sleep", "30")
     other = await connect(bed.fake)
     by_name = await modal.Sandbox.from_name.aio("exp_test", "exp_test.00001.1", client=other)
     by_id = await modal.Sandbox.from_id.aio(made.object_id, client=other)
@@ -232,7 +237,7 @@ async def test_another_client_finds_a_sandbox_by_name_and_by_id(bed: Bed) -> Non
     assert await gone.poll.aio() == 137
     with pytest.raises(modal.exception.NotFoundError):
         await modal.Sandbox.from_id.aio("sb-v2-000099-nothing", client=other)
-    await other.close.aio() if hasattr(other, "close") else await other._close.aio()
+    await close(other)
 
 
 async def test_a_name_is_taken_only_while_its_sandbox_runs(bed: Bed) -> None:
@@ -430,7 +435,7 @@ async def test_images_run_their_steps_once_and_name_the_step_that_fails(
         await broken.build.aio(each_mode.app)
     log = "".join([entry.message async for entry in built_on.logs.tail.aio(50)])
     assert "oops" in log
-    assert 'failed to run builder command "RUN echo oops >&2; exit 7"' in log
+    assert 'failed to run builder command "echo oops >&2; exit 7": container exit status: 7' in log
     assert failure.value.image_id in {
         image["id"] for image in each_mode.fake.images() if image["status"] == "FAILURE"
     }
@@ -573,7 +578,7 @@ async def test_an_expired_token_is_refused_and_revoked_ones_are_fetched_anew(bed
     other = await connect(bed.fake)
     again = await modal.Sandbox.from_id.aio(sandbox.object_id, client=other)
     assert (await bed.sh(again, "echo 2"))[0] == "2\n"
-    await other._close.aio() if hasattr(other, "_close") else await other.close.aio()
+    await close(other)
 
 
 async def test_lost_and_evicted_sandboxes_look_as_they_do_in_the_cloud(bed: Bed) -> None:
@@ -661,6 +666,41 @@ async def test_costs_agree_with_the_fakes_own_bill(bed: Bed) -> None:
     ) < Decimal("1e-9")
     stats = await sandbox._experimental_stats.aio()
     assert stats.cost == Decimal(line["cost_usd"])
+
+
+async def test_credentials_and_environments_must_be_known(bed: Bed) -> None:
+    with client_environment(bed.fake):
+        stranger = await modal.Client.from_credentials.aio("ak-other", "as-other")
+    with pytest.raises(modal.exception.AuthError):
+        await modal.App.lookup.aio("exp_test", client=stranger)
+    with pytest.raises(modal.exception.NotFoundError):
+        await modal.App.lookup.aio(
+            "exp_test", client=bed.client, environment_name="nowhere", create_if_missing=True
+        )
+    with pytest.raises(modal.exception.NotFoundError):
+        await modal.App.lookup.aio("no_such_app", client=bed.client)
+    await close(stranger)
+
+
+async def test_named_things_are_listed_renamed_and_removed(bed: Bed, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        await modal.Secret.objects.create.aio(name, {"K": "v"}, client=bed.client)
+    await modal.Secret.objects.delete.aio("one", client=bed.client)
+    assert [secret.name for secret in await modal.Secret.objects.list.aio(client=bed.client)] == ["two"]
+    volume = await volume_with_files(bed, tmp_path)
+    await volume.copy_files.aio(["/w1/0.txt"], "/copied.txt")
+    await volume.remove_file.aio("/w1", recursive=True)
+    assert [entry.path for entry in await volume.listdir.aio("/", recursive=True)] == ["copied.txt"]
+    await modal.Volume.rename.aio("world", "globe", client=bed.client)
+    assert bed.fake.volumes()["names"] == ["globe"]
+    await modal.Volume.objects.delete.aio("globe", client=bed.client)
+    assert bed.fake.volumes()["names"] == []
+    await bed.image.publish.aio("warm:v1", client=bed.client)
+    again = modal.Image.from_name("warm:v1", client=bed.client)
+    sandbox = await modal.Sandbox.create.aio(
+        app=bed.app, image=again, client=bed.client, unencrypted_ports=[8123]
+    )
+    assert (await sandbox.tunnels.aio())[8123].tcp_socket == ("127.0.0.1", 8123)
 
 
 async def test_unknown_rpcs_answer_and_are_counted(bed: Bed) -> None:

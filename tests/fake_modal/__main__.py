@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import resource
 import signal
 import sys
 import tempfile
@@ -15,9 +16,19 @@ from tests.fake_modal.engine import Engine
 from tests.fake_modal.fake import client_env
 
 
+def raise_file_limit() -> None:
+    """500 sandboxes with a running command each hold about 4,500 descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65_536 if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 async def serve(arguments: argparse.Namespace) -> int:
     settings = Settings(**json.loads(arguments.settings))
-    engine = Engine(Path(tempfile.mkdtemp(prefix="fake-modal-")), arguments.mode, settings)
+    engine = Engine(
+        Path(tempfile.mkdtemp(prefix="fake-modal-", dir=arguments.folder)), arguments.mode, settings
+    )
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -38,10 +49,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fake_modal", description=__doc__)
     parser.add_argument("--port", type=int, default=0, help="of gRPC; 0 picks a free one")
     parser.add_argument("--mode", choices=["auto", "bwrap", "plain"], default="auto")
+    parser.add_argument(
+        "--folder", type=Path, help="where its files go; a tmpfs is faster (default: temporary)"
+    )
     parser.add_argument("--settings", default="{}", help="JSON object of settings, see cloud.Settings")
     parser.add_argument(
         "--print-env", action="store_true", help="print the client's variables, then an empty line"
     )
+    raise_file_limit()
     return asyncio.run(serve(parser.parse_args()))
 
 

@@ -323,7 +323,9 @@ class RemoteFake(FakeApi):
 class FakeModalProcess(RemoteFake):
     """`python -m tests.fake_modal` as a child: it outlives clients, and its CPU is not theirs. For `with`."""
 
-    def __init__(self, *, mode: str = "auto", port: int = 0, **settings: Any) -> None:
+    def __init__(
+        self, *, mode: str = "auto", port: int = 0, folder: Path | None = None, **settings: Any
+    ) -> None:
         self._argv = [
             sys.executable,
             "-m",
@@ -334,7 +336,7 @@ class FakeModalProcess(RemoteFake):
             "--port",
             str(port),
         ]
-        self._argv += ["--settings", json.dumps(settings)]
+        self._argv += ["--settings", json.dumps(settings), *(["--folder", str(folder)] if folder else [])]
 
     def __enter__(self) -> Self:
         self._child = subprocess.Popen(self._argv, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)

@@ -213,7 +213,8 @@ class Images:
                     image_id=image.id, builder_app_id=image.app_id, builder_task_id=image.task_id
                 )
                 step.started_at.FromNanoseconds(int(image.started_at * 1e9))
-                step.finished_at.FromNanoseconds(int((image.finished_at or time.time()) * 1e9) + 1)
+                # The client cuts to microseconds, and the last line is as young as the end.
+                step.finished_at.FromNanoseconds(int((image.finished_at or time.time()) * 1e9) + 1_000_000)
         return response
 
     def _new(self, key: str, app_id: str) -> Image:
@@ -281,8 +282,9 @@ class Builder:
     async def run(self) -> None:
         """Raises BuildStepFailedError with the step that failed."""
         steps = join_lines(self._definition.dockerfile_commands)
-        for number, (instruction, rest) in enumerate(steps, 1):
-            self._log(f"Step {number}/{len(steps)}: {instruction} {rest}\n")
+        self._log(f"Building image {self._image.id}\n")
+        for number, (instruction, rest) in enumerate(steps):
+            self._log(f"\n=> Step {number}: {instruction} {rest}\n")
             if instruction == "FROM":
                 await self._from(rest)
             elif instruction in {"COPY", "ADD"}:
@@ -313,7 +315,7 @@ class Builder:
         elif image.base_id or image.base_tag:
             raise BuildStepFailedError(f'"FROM {rest}": builds of several stages are not imitated')
         elif any(fnmatch.fnmatchcase(name, pattern) for pattern in self._cloud.settings.missing_tags):
-            raise BuildStepFailedError(f'failed to pull "{name}": manifest unknown')
+            raise BuildStepFailedError(f"command skopeo copy docker://{name} failed: manifest unknown")
         else:
             image.base_tag = name
 
@@ -337,7 +339,7 @@ class Builder:
             if all(source.startswith("/python") for source in sources):
                 return  # the client's own standalone Python, which the host's stands for
             raise BuildStepFailedError(
-                f'failed to run builder command "COPY {rest}": no such file in the context'
+                f'failed to run builder command "COPY {rest}": no such file in the build context'
             )
 
     def _target(self, destination: str, inside: str, source: str, *, to_folder: bool) -> Path:
@@ -389,9 +391,9 @@ class Builder:
             if text:
                 self._log(text, descriptor)
         if process.returncode != 0:
+            quoted = json.dumps(command, ensure_ascii=False)
             raise BuildStepFailedError(
-                f'failed to run builder command "RUN {command}": '
-                f"container exit status: exit status {process.returncode}"
+                f"failed to run builder command {quoted}: container exit status: {process.returncode}"
             )
 
     def _record(self, instruction: str, rest: str) -> None:

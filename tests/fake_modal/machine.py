@@ -27,21 +27,8 @@ from tests.fake_modal.processes import Process, settle
 
 HOST_FOLDERS = ("bin", "etc", "lib", "lib32", "lib64", "libx32", "sbin", "usr")
 """Top folders that are the host's, read-only."""
-OWN_FOLDERS = (
-    "dev",
-    "evalpurse",
-    "home",
-    "mnt",
-    "opt",
-    "proc",
-    "root",
-    "run",
-    "srv",
-    "tmp",
-    "var/tmp",
-    "work",
-)
-PLAIN_ROOTS = ("/evalpurse", "/world", "/work", "/tmp")  # noqa: S108 - names inside a sandbox
+OWN_FOLDERS = ("dev", "evalpurse", "proc", "root", "tmp", "work")
+PLAIN_ROOTS = ("/app", "/evalpurse", "/srv", "/tmp", "/work", "/workspace", "/world")  # noqa: S108 - names inside a sandbox
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SYMLINK_HOPS = 40
 ENTRYPOINT_KEEP = 1 << 20
@@ -86,9 +73,8 @@ class Machine:
     def prepare(self) -> None:
         """Makes the folders that any root has; a root that came from an image keeps what it brought."""
         for name in OWN_FOLDERS:
-            (self.root / name).mkdir(parents=True, exist_ok=True)
-        for name in ("tmp", "var/tmp"):
-            (self.root / name).chmod(0o1777)
+            (self.root / name).mkdir(exist_ok=True)
+        (self.root / "tmp").chmod(0o1777)
         for name in HOST_FOLDERS:
             host, own = Path("/", name), self.root / name
             if host.is_symlink() and not own.is_symlink():
@@ -120,6 +106,9 @@ class Machine:
                 if hops > SYMLINK_HOPS:
                     raise OSError(40, "Too many levels of symbolic links", path)
                 target = str(here.path.readlink())
+                target = target.removeprefix(
+                    str(self.root)
+                )  # a link made in plain mode names its real target
                 if target.startswith("/"):
                     done = []
                 pending.extendleft(reversed(target.split("/")))
@@ -269,7 +258,11 @@ class BwrapHost:
             "modal",
             "--die-with-parent",
         ]
-        argv += ["--unshare-user"] if self._unprivileged else ["--cap-add", "ALL"]
+        if self._unprivileged:
+            # As root inside: with another user bubblewrap nests a second user namespace, closed to nsenter.
+            argv += ["--unshare-user", "--uid", "0", "--gid", "0"]
+        else:
+            argv += ["--cap-add", "ALL"]
         return [*argv, *(["--unshare-net"] if machine.offline else []), "--chdir", cwd]
 
 

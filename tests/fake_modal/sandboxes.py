@@ -141,7 +141,7 @@ class Sandboxes:
         self._blobs = blobs
         self._bucket = CreateBucket(cloud)
         self._cleaner = ThreadPoolExecutor(2, "fake-modal-cleaner")
-        self._disposals: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._by_key: dict[str, str] = {}
         self._by_task: dict[str, Sandbox] = {}
         self.by_id: dict[str, Sandbox] = {}
@@ -187,9 +187,7 @@ class Sandboxes:
         for timer in [*sandbox.timers, *([sandbox.idle_timer] if sandbox.idle_timer else [])]:
             timer.cancel()
         sandbox.finished.set()
-        disposal = asyncio.get_running_loop().create_task(self._dispose(sandbox))
-        self._disposals.add(disposal)
-        disposal.add_done_callback(self._disposals.discard)
+        self._keep(asyncio.get_running_loop().create_task(self._dispose(sandbox)))
 
     def end_app(self, app_id: str) -> None:
         for sandbox in list(self._running.values()):
@@ -204,8 +202,13 @@ class Sandboxes:
     async def close(self) -> None:
         for sandbox in list(self._running.values()):
             self.end(sandbox, "TERMINATED")
-        await asyncio.gather(*self._disposals, return_exceptions=True)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
         self._cleaner.shutdown()
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def booted(self, sandbox: Sandbox) -> Machine:
         """The machine, started. The first caller starts it."""
@@ -421,9 +424,7 @@ class Sandboxes:
         if not sandbox.running:  # ended while it started
             await self._cloud.host.stop(sandbox.machine)
             return
-        asyncio.get_running_loop().create_task(self._follow(sandbox, sandbox.entrypoint)).add_done_callback(
-            self._disposals.discard
-        )
+        self._keep(asyncio.create_task(self._follow(sandbox, sandbox.entrypoint)))
 
     async def _lay_out(self, sandbox: Sandbox) -> None:
         root = sandbox.machine.root
