@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -255,8 +256,14 @@ class FakeModal(FakeApi):
     def start(self) -> Self:
         self._thread.start()
         folder = Path(tempfile.mkdtemp(prefix="fake-modal-", dir=self._parent))
-        self._engine = Engine(folder, self._mode, self._settings)
-        self._run(self._engine.start(self._port))
+        engine = Engine(folder, self._mode, self._settings)
+        try:
+            self._run(engine.start(self._port))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._end_loop()
+            raise
+        self._engine = engine
         return self
 
     def close(self) -> None:
@@ -270,11 +277,14 @@ class FakeModal(FakeApi):
             if self._engine is not None:
                 self._run(self._engine.stop())
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
-            self._loop.close()
+            self._end_loop()
         assert not crashes, "\n".join(crashes)
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
 
     def __enter__(self) -> Self:
         return self.start()
