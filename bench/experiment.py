@@ -116,7 +116,7 @@ async def measure(
     cases: int,
     variants: int,
     repeats: int,
-    command: str,
+    command: list[str],
     settings: Settings,
     max_parallel: int,
     backend: Backend | None = None,

@@ -1,7 +1,7 @@
 """2,000 local runs of `true` against a bare loop that spawns as many processes in as many folders.
 
-Both sides are measured in the same run: without isolation, and, where bubblewrap works, with every process
-of both sides inside it.
+Both sides are measured in turn, three rounds, and the median round counts: without isolation, and, where
+bubblewrap works, one round with every process of both sides inside it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from experiment import Measured, measure
 from evalpurse.config import Settings
 
 RUNS = 2_000
-PARALLEL = 16
+PARALLEL = 32
+ROUNDS = 3
 BUBBLEWRAP = [
     "bwrap",
     "--ro-bind",
@@ -49,8 +50,8 @@ def main() -> None:
             print("bubblewrap does not work here: the isolated half is left out", file=sys.stderr)
             continue
         tag = "_isolated" if prefix else ""
-        bare_s = _bare(prefix)
-        found = anyio.run(_ours, isolation)
+        rounds = sorted((_round(isolation, prefix) for _ in range(1 if prefix else ROUNDS)), key=_ratio)
+        found, bare_s = rounds[len(rounds) // 2]
         result |= {
             f"wall_s{tag}": round(found.wall_s, 2),
             f"bare_wall_s{tag}": round(bare_s, 2),
@@ -58,9 +59,19 @@ def main() -> None:
             f"cpu_ms_per_run{tag}": round(1000 * found.cpu_s / found.runs, 2),
             f"runs{tag}": found.runs,
         }
-        if found.outcomes != {"scored": RUNS}:
-            sys.exit(f"not every run was scored: {found.outcomes}")
     print(json.dumps(result) if arguments.json else "\n".join(f"{k:>26} {v}" for k, v in result.items()))
+
+
+def _round(isolation: str, prefix: list[str]) -> tuple[Measured, float]:
+    bare_s = _bare(prefix)
+    found = anyio.run(_ours, isolation)
+    if found.outcomes != {"scored": RUNS}:
+        sys.exit(f"not every run was scored: {found.outcomes}")
+    return found, bare_s
+
+
+def _ratio(measured: tuple[Measured, float]) -> float:
+    return measured[0].wall_s / measured[1]
 
 
 def _works(command: list[str]) -> bool:
@@ -84,7 +95,7 @@ async def _ours(isolation: str) -> Measured:
             cases=100,
             variants=4,
             repeats=5,
-            command="true",
+            command=["true"],
             settings=Settings(local_isolation=isolation),
             max_parallel=PARALLEL,
         )

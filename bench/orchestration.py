@@ -75,7 +75,7 @@ def child(kind: str, repeats: int) -> None:
                 cases=100,
                 variants=4,
                 repeats=repeats,
-                command="true",
+                command=["true"],
                 settings=Settings(),
                 max_parallel=PARALLEL,
                 backend=IdleBackend(),

@@ -235,7 +235,7 @@ class ExperimentRunner:
                 self._broken[name] = str(error)
 
     async def _drive(self, tasks: TaskGroup) -> None:
-        in_flight_max = 2 * self.experiment.max_parallel + 2
+        in_flight_max = 2 * self.experiment.max_parallel + 64
         while True:
             self._wake = anyio.Event()
             await self._lab.until_written(self.hold_what_fits)

@@ -41,8 +41,8 @@ from evalpurse.store.statements import Statement
 log = logging.getLogger(__name__)
 
 GROUP_ROWS_MAX = 20_000
-REST_FACTOR = 2.0
-REST_S_MAX = 0.015
+REST_FACTOR = 30.0
+REST_S_MAX = 0.1
 REST_SLICE_S = 0.002
 IDLE_S = 1.0
 CHECKPOINT_WAL_BYTES = 1 << 20  # worth a checkpoint when nothing else happens

@@ -80,10 +80,14 @@ class LocalSandbox:
         times = (started_s, started_s + limits.timeout_s)
         engine = self._engine
         self._alone = False
-        process = Supervised.start(self._launch(times[1]), engine.isolator, engine.table, times)
-        if process is not None:
-            self._deadline = anyio.current_time() + limits.timeout_s
-            self._attend(process)
+        # Shielded, so that the process that was started is known here, and reaped.
+        with anyio.CancelScope(shield=True):
+            process = await anyio.to_thread.run_sync(
+                Supervised.start, self._launch(times[1]), engine.isolator, engine.table, times
+            )
+            if process is not None:
+                self._deadline = anyio.current_time() + limits.timeout_s
+                self._attend(process)
 
     async def wait(self) -> Ended:
         if self._ended is None:

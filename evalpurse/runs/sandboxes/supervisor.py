@@ -14,7 +14,6 @@ import os
 import re
 import resource
 import signal
-import subprocess
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import anyio
 from evalpurse.runs.errors import SandboxError
 from evalpurse.runs.sandboxes.isolation import Isolator, Jail
 from evalpurse.runs.sandboxes.processes import Process, ProcessTable, end_all, send
+from evalpurse.runs.sandboxes.spawn import number_in_child, spawn
 
 # Standard input is the run file. Signals to the whole group, or a log that is full, must not end the
 # supervisor before its command; a trap, unlike an ignored signal, is not inherited. The kernel picks the
@@ -280,19 +280,14 @@ def _spawn(launch: Launch, isolator: Isolator, run_fd: int, log_fd: int) -> int:
     blocks = max(1, launch.file_bytes // _ULIMIT_FILE_UNIT_BYTES)
     numbers = (str(cpu_s), str(cpu_s + 1), str(blocks))
     supervised = ["/bin/sh", "-c", _SCRIPT, "sh", *numbers, *launch.command]
-    process = subprocess.Popen(
-        isolator.wrap(launch.jail, run_fd, supervised),
+    return spawn(
+        isolator.wrap(launch.jail, number_in_child(run_fd), supervised),
+        environment=launch.environment,
+        folder=launch.jail.workdir,
         stdin=run_fd,
-        stdout=log_fd,
-        stderr=log_fd,
-        env=launch.environment,
-        cwd=launch.jail.workdir,
-        pass_fds=(run_fd,) if isolator.active else (),
-        start_new_session=True,
+        output=log_fd,
+        info=run_fd if isolator.active else None,
     )
-    # It outlives us on purpose; Popen would warn, and would reap it behind our back.
-    process.returncode = 0
-    return process.pid
 
 
 def _usage(used: resource.struct_rusage) -> Usage:

@@ -48,7 +48,11 @@ class Engine:
             SandboxError: it could not be started, or its end left no evidence.
         """
         started_s = time.time()
-        process = Supervised.start(launch, self.isolator, self.table, (started_s, started_s + timeout_s))
+        times = (started_s, started_s + timeout_s)
+        with anyio.CancelScope(shield=True):
+            process = await anyio.to_thread.run_sync(
+                Supervised.start, launch, self.isolator, self.table, times
+            )
         if process is None:
             raise SandboxError(f"{launch.run_file} exists: the command was started before.")
         breaches: list[str] = []
