@@ -231,13 +231,11 @@ class BwrapHost:
         )
 
     async def stop(self, machine: Machine) -> None:
-        entry = self._inits.pop(machine.id, None)
-        if entry is not None:
-            entry[
-                0
-            ].kill_leader()  # bubblewrap dies, its namespace's first process with it, and so all others
-            await entry[0].exited.wait()
-            entry[0].finish()
+        init, _ = self._inits.pop(machine.id, (None, 0))
+        if init is not None:
+            init.kill_leader()  # bubblewrap takes the first process of its namespace along, and that all others
+            await init.exited.wait()
+            init.finish()
 
     def _container(self, machine: Machine, cwd: str) -> list[str]:
         argv = ["bwrap", "--bind", str(machine.root), "/"]
