@@ -233,7 +233,7 @@ class BwrapHost:
     async def stop(self, machine: Machine) -> None:
         init, _ = self._inits.pop(machine.id, (None, 0))
         if init is not None:
-            init.kill_leader()  # bubblewrap takes the first process of its namespace along, and that all others
+            init.kill_leader()  # and with it the first process of its namespace, so all others
             await init.exited.wait()
             init.finish()
 
