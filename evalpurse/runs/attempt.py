@@ -53,8 +53,8 @@ class Attempt:
         self.recorded: Outcome | None = None
         """The run's outcome, once its row is durable."""
 
-    async def run(self, *, last: bool) -> Result:
-        """Runs the job to its recorded, settled end.
+    async def run(self, *, last: bool, may_start: Callable[[], bool]) -> Result | None:
+        """Runs the job to its recorded, settled end; None when its turn came and it might not start any more.
 
         Unless this is the `last` attempt, an outcome that is retried leaves the run open (`recorded` stays
         None). A cancellation ends and settles the sandbox, unless the daemon is leaving: then it stays for
@@ -62,6 +62,8 @@ class Attempt:
         """
         try:
             async with self._slot, self._lab.slots:
+                if self._sandbox is None and not may_start():
+                    return None
                 result = await self._carry_out()
         except anyio.get_cancelled_exc_class():
             if not self._leaving():
@@ -137,6 +139,7 @@ class Attempt:
     async def _judge(self, sandbox: Sandbox, ended: Ended, output: Output | None) -> Result:
         metrics = metrics_of(output) if output is not None else None
         charge = self._charge(metrics)
+        await self._freeze_if_overrun(charge)
         outcome = outcome_of_end(ended, over_allowance=charge.over_allowance)
         if not TREATMENTS[outcome].graded or output is None:
             return Result(outcome, charge, ended, output, metrics, error=_end_text(outcome, ended))
@@ -171,6 +174,7 @@ class Attempt:
             return Result(outcome, NOTHING_RAN, error=reason)
         metrics = metrics_of(output)
         charge = self._charge(metrics)
+        await self._freeze_if_overrun(charge)
         return Result(outcome, charge, ended, output, metrics, error=reason)
 
     def _vanished(self) -> Charge:
@@ -218,14 +222,19 @@ class Attempt:
     async def _settle(self, result: Result) -> None:
         job = self._job
         await self._lab.ledger.settle(job.attempt_id, result.charge.total_nusd, detail=result.outcome.value)
-        if result.charge.model_nusd > job.allowance_nusd or (
-            result.charge.over_allowance and result.charge.source is CostSource.ASSUMED
-        ):
-            await self._lab.ledger.freeze(
-                f"overrun:{job.attempt_id}",
-                job.planned.experiment_id,
-                reason=result.charge.note,
-                by=Role.AGENT,
+
+    async def _freeze_if_overrun(self, charge: Charge) -> None:
+        """Real money went above what was held: nothing new may start, from the moment that it is known."""
+        job = self._job
+        unpriced = charge.over_allowance and charge.source is CostSource.ASSUMED
+        if charge.model_nusd > job.allowance_nusd or unpriced:
+            await self._lab.until_written(
+                lambda: self._lab.ledger.freeze(
+                    f"overrun:{job.attempt_id}",
+                    job.planned.experiment_id,
+                    reason=charge.note,
+                    by=Role.AGENT,
+                )
             )
 
     async def _rows(self, result: Result, *, final: bool) -> list[Record]:

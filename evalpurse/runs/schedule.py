@@ -292,7 +292,12 @@ class ExperimentRunner:
         while True:
             attempt = self._attempt(turn)
             try:
-                result = await attempt.run(last=turn.number > self._lab.settings.infra_retries)
+                last = turn.number > self._lab.settings.infra_retries
+                result = await attempt.run(last=last, may_start=self._may_start)
+                if result is None:
+                    with anyio.CancelScope(shield=True):
+                        await self._end_unstarted([turn], Outcome.UNFUNDED, self._why_unfunded())
+                    return
                 if attempt.recorded is None:
                     turn = Turn(
                         turn.planned,
@@ -326,9 +331,11 @@ class ExperimentRunner:
             return None
         if turn.planned.variant in self._broken:
             return Outcome.INFRA_ERROR, self._broken[turn.planned.variant]
-        if self._lab.ledger.frozen_by(self.experiment_id):
-            return Outcome.UNFUNDED, self._why_unfunded()
         return None
+
+    def _may_start(self) -> bool:
+        """Asked when a run's turn has really come: what was held before a freeze must not start after it."""
+        return not self._lab.ledger.frozen_by(self.experiment_id)
 
     async def _end_rest(self, outcome: Outcome, reason: str) -> None:
         """Gives every run that has no outcome yet this one; sandboxes that exist are ended and settled."""
