@@ -18,7 +18,17 @@ from evalpurse.config import Settings
 from evalpurse.home import Home
 from evalpurse.runs.cases import CaseSpec
 from evalpurse.runs.request import LaunchRequest
-from evalpurse.runs.sandboxes.protocol import Backend, Ended, EndReason, ExecResult, Output, SandboxSpec
+from evalpurse.runs.sandboxes.protocol import (
+    Backend,
+    Ended,
+    EndReason,
+    ExecResult,
+    Machine,
+    Network,
+    Output,
+    Prepared,
+    SandboxSpec,
+)
 from evalpurse.runs.services import Services
 from evalpurse.runs.variants import VariantSpec
 
@@ -68,9 +78,22 @@ class IdleBackend:
     name = "idle"
     can_vanish = False
     isolation_statement = "none: nothing is run"
-    nusd_per_second = 1_000
 
-    async def prepare(self, prepared_folder: Path, setup: Sequence[str], env: Mapping[str, str]) -> None:
+    def check(self, machine: Machine, network: Network) -> None:
+        return None
+
+    def nusd_per_second(self, machine: Machine) -> int:
+        return 1_000
+
+    async def prepare(
+        self,
+        prepared: Prepared,
+        setup: Sequence[str],
+        env: Mapping[str, str],
+        machine: Machine,
+        *,
+        done: bool,
+    ) -> None:
         await anyio.lowlevel.checkpoint()
 
     async def create(self, spec: SandboxSpec) -> IdleSandbox:

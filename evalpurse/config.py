@@ -28,6 +28,7 @@ class Settings:
 
     `local_usd_per_hour` is the price of one local sandbox (0: local runs cost only their model calls).
     `local_isolation` is `auto` (bubblewrap where it works), `require` (refuse to run without it) or `off`.
+    `backend` is where experiments run that do not say. A period of 0 switches its schedule off.
     """
 
     local_max_parallel: int = max(2, 2 * (os.cpu_count() or 1))
@@ -38,6 +39,17 @@ class Settings:
     infra_retry_delay_s: float = 1.0
     http_port: int = 0
     reuse: bool = True
+    backend: str = "local"
+    modal_environment: str = ""
+    modal_creates_per_s: float = 5.0
+    modal_max_live: int = 500
+    modal_cpu: float = 1.0
+    modal_memory_mb: int = 2048
+    modal_image: str = "python:3.12-slim"
+    warm_every_s: float = 3600.0
+    sweep_every_s: float = 600.0
+    secrets_sync_every_s: float = 0.0
+    vault_command: str = ""
 
     @classmethod
     def load(cls, path: Path) -> Settings:
@@ -64,6 +76,13 @@ _RANGES: dict[str, tuple[float, float]] = {
     "infra_retries": (0, 10),
     "infra_retry_delay_s": (0, 600),
     "http_port": (0, 65_535),
+    "modal_creates_per_s": (0.01, 1_000),
+    "modal_max_live": (1, 100_000),
+    "modal_cpu": (0.125, 64),
+    "modal_memory_mb": (128, 512_000),
+    "warm_every_s": (0, 604_800),
+    "sweep_every_s": (1, 86_400),
+    "secrets_sync_every_s": (0, 604_800),
 }
 
 
@@ -76,6 +95,13 @@ def _checked(path: Path, key: str, value: Any) -> Any:
             raise ConfigError(f"{path}: {key} is {value!r}; it can be 'auto', 'require' or 'off'.")
         return value
     default = known[key]
+    if isinstance(default, str):
+        if not isinstance(value, str) or (key == "backend" and value not in ("local", "modal")):
+            raise ConfigError(
+                f"{path}: {key} is {value!r}; it must be a text"
+                + (", 'local' or 'modal'." if key == "backend" else ".")
+            )
+        return value
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise ConfigError(f"{path}: {key} is {value!r}; it can be true or false.")

@@ -11,13 +11,21 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import anyio
 
 from evalpurse.runs.errors import SandboxError
-from evalpurse.runs.sandboxes.protocol import Ended, EndReason, ExecResult, Output, SandboxSpec
+from evalpurse.runs.sandboxes.protocol import (
+    Ended,
+    EndReason,
+    ExecResult,
+    Machine,
+    Network,
+    Output,
+    Prepared,
+    SandboxSpec,
+)
 
 
 @dataclass(frozen=True)
@@ -128,10 +136,24 @@ class FakeBackend:
 
     def __init__(self, world: Sandboxes, *, nusd_per_second: int = 0, can_vanish: bool = False) -> None:
         self._world = world
-        self.nusd_per_second = nusd_per_second
+        self._nusd_per_second = nusd_per_second
         self.can_vanish = can_vanish
 
-    async def prepare(self, prepared_folder: Path, setup: Sequence[str], env: Mapping[str, str]) -> None:
+    def check(self, machine: Machine, network: Network) -> None:
+        return None
+
+    def nusd_per_second(self, machine: Machine) -> int:
+        return self._nusd_per_second
+
+    async def prepare(
+        self,
+        prepared: Prepared,
+        setup: Sequence[str],
+        env: Mapping[str, str],
+        machine: Machine,
+        *,
+        done: bool,
+    ) -> None:
         await anyio.lowlevel.checkpoint()
         self._world.prepared += 1
 

@@ -134,6 +134,7 @@ class Attempt:
             network=variant.spec.network,
             limits=job.limits,
             allowance_usd=self._lab.usd_text(job.allowance_nusd),
+            machine=variant.spec.machine,
         )
 
     async def _judge(self, sandbox: Sandbox, ended: Ended, output: Output | None) -> Result:
@@ -191,7 +192,9 @@ class Attempt:
         return charge_for(
             metrics,
             allowance_nusd=self._job.allowance_nusd,
-            sandbox_nusd=sandbox_cost_nusd(seconds, self._lab.backend.nusd_per_second),
+            sandbox_nusd=sandbox_cost_nusd(
+                seconds, self._lab.backend.nusd_per_second(self._job.variant.spec.machine)
+            ),
             prices=self._lab.prices,
             at=made_at,
         )

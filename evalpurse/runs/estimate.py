@@ -51,7 +51,7 @@ def estimate(
     plan: Sequence[PlannedRunRow],
     *,
     free_nusd: int,
-    nusd_per_second: int,
+    nusd_per_second: Mapping[str, int],
     past: Mapping[str, PastCost],
 ) -> Estimate:
     """Adds up a plan; reads and changes nothing."""
@@ -60,7 +60,9 @@ def estimate(
     new = [row for row in plan if not row.reuse_run_id]
     worst = [
         worst_case_nusd(
-            limits_of(by_case[row.case_id], by_name[row.variant]), nusd_per_second, request.allowance_nusd
+            limits_of(by_case[row.case_id], by_name[row.variant]),
+            nusd_per_second[row.variant],
+            request.allowance_nusd,
         )
         for row in new
     ]

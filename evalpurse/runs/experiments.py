@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
@@ -21,6 +21,7 @@ from evalpurse.budget.accounts import Role
 from evalpurse.budget.errors import LedgerUnavailableError
 from evalpurse.budget.money import format_usd
 from evalpurse.runs.errors import (
+    BadLaunchError,
     IdempotencyConflictError,
     LeavingError,
     UnknownExperimentError,
@@ -82,10 +83,11 @@ class Launched:
 class Experiments:
     """All experiments of one daemon; their runners live in the task group it is given."""
 
-    def __init__(self, lab: Lab, tasks: TaskGroup) -> None:
-        self._lab = lab
+    def __init__(self, labs: Mapping[str, Lab], tasks: TaskGroup) -> None:
+        """`labs` has one lab a backend; they differ in nothing else."""
+        self._labs = labs
+        self._lab = next(iter(labs.values()))
         self._tasks = tasks
-        self._planner = Planner(lab)
         self._runners: dict[str, ExperimentRunner] = {}
         self._stuck: dict[str, str] = {}
         self._launching = anyio.Lock()
@@ -93,7 +95,18 @@ class Experiments:
 
     async def dry_run(self, request: LaunchRequest) -> Estimate:
         """What a launch would hold, cost and detect; raises what `Planner.plan` raises; changes nothing."""
-        return (await self._planner.plan(request)).estimate
+        return (await Planner(self._lab_of(request.backend)).plan(request)).estimate
+
+    def isolation(self, backend: str) -> str:
+        """What keeps runs apart on a backend; raises BadLaunchError for one that there is not."""
+        return self._lab_of(backend).backend.isolation_statement
+
+    def _lab_of(self, backend: str) -> Lab:
+        if backend not in self._labs:
+            raise BadLaunchError(
+                f"There is no backend '{backend}'.", hint=nearest(backend, list(self._labs), what="backends")
+            )
+        return self._labs[backend]
 
     async def launch(self, request: LaunchRequest, *, by: Role) -> Launched:
         """Starts an experiment under its cap, or returns the one that this key started before.
@@ -125,8 +138,10 @@ class Experiments:
             raise LeavingError(
                 "The daemon is stopping and starts nothing new.", hint="Call again in a few seconds."
             )
-        plan = await self._planner.plan(request)
-        self._planner.check_money(plan)
+        lab = self._lab_of(request.backend)
+        planner = Planner(lab)
+        plan = await planner.plan(request)
+        planner.check_money(plan)
         experiment = self._experiment_row(plan)
         await self._lab.ledger.open_account(
             f"launch:{experiment.experiment_id}",
@@ -136,12 +151,12 @@ class Experiments:
             by=by,
         )
         now = datetime.now(UTC)
-        reused = await self._planner.reused(plan, now)
+        reused = await planner.reused(plan, now)
         running = ExperimentStatusRow(experiment.experiment_id, "running", "", now)
         rows: list[Record] = [experiment, running, *plan.rows, *reused]
         await self._lab.store.append(rows)
         runner = ExperimentRunner(
-            self._lab,
+            lab,
             experiment,
             plan.cases,
             plan.variants,
@@ -227,7 +242,7 @@ class Experiments:
         for row in await self._lab.store.fetch("unfinished_experiments"):
             experiment = _experiment(row)
             try:
-                runner = await recover(self._lab, experiment)
+                runner = await recover(self._lab_of(experiment.backend), experiment)
             except Exception as error:
                 # Its money stays held and its sandboxes stay; the other experiments must go on.
                 log.exception("experiment %s could not be taken up", experiment.experiment_id)
@@ -281,8 +296,8 @@ class Experiments:
             cap_nusd=request.cap_nusd,
             allowance_nusd=request.allowance_nusd,
             account=request.account,
-            max_parallel=request.max_parallel or self._lab.settings.local_max_parallel,
-            backend=self._lab.backend.name,
+            max_parallel=request.max_parallel or int(self._lab_of(request.backend).slots.total_tokens),
+            backend=request.backend,
             prices_digest=self._lab.prices.digest,
             baseline=request.baseline or request.variants[0],
             idempotency_key=request.idempotency_key,

@@ -54,18 +54,21 @@ class Planner:
         cases = await self._lab.cases.select(request.suite, request.split, list(request.case_ids) or None)
         variants = [await self._lab.variants.get(name) for name in request.variants]
         for variant in variants:
+            self._lab.backend.check(variant.spec.machine, variant.spec.network)
             self._lab.secrets(variant.spec.secrets)
         self._check_size(request, len(cases))
         rows = launch_order(request.experiment_id, cases, variants, request.repeats)
         if request.reuse and self._lab.settings.reuse:
-            rows = await self._with_reuse(rows, request.allowance_nusd)
+            rows = await self._with_reuse(rows, request)
         found = estimate(
             request,
             cases,
             variants,
             rows,
             free_nusd=self._lab.ledger.free(request.account),
-            nusd_per_second=self._lab.backend.nusd_per_second,
+            nusd_per_second={
+                variant.name: self._lab.backend.nusd_per_second(variant.spec.machine) for variant in variants
+            },
             past=await self._past([variant.digest for variant in variants]),
         )
         return Plan(request, cases, variants, rows, found)
@@ -131,15 +134,15 @@ class Planner:
                 allowed=allowed,
             )
 
-    async def _with_reuse(self, rows: Sequence[PlannedRunRow], allowance_nusd: int) -> list[PlannedRunRow]:
+    async def _with_reuse(self, rows: Sequence[PlannedRunRow], request: LaunchRequest) -> list[PlannedRunRow]:
         """Marks runs of the same variant digest, case digest, repeat and allowance that exist already."""
         found = await self._lab.store.fetch(
             "paid_runs",
             variant_digests=[row.variant_digest for row in rows],
             case_digests=[row.case_digest for row in rows],
             repeats=[row.repeat for row in rows],
-            allowance_nusd=allowance_nusd,
-            backend=self._lab.backend.name,
+            allowance_nusd=request.allowance_nusd,
+            backend=request.backend,
         )
         known = {(row["variant_digest"], row["case_digest"], row["repeat"]): row["run_id"] for row in found}
         return [replace(row, reuse_run_id=known.get(reuse_key(row), "")) for row in rows]

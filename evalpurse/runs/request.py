@@ -29,6 +29,7 @@ class LaunchRequest:
     baseline: str = ""
     account: str = "workspace"
     split: str = "dev"
+    backend: str = "local"
     strategy: str = "grid"
     case_ids: Sequence[str] = ()
     max_parallel: int = 0

@@ -136,9 +136,8 @@ class ExperimentRunner:
 
     def worst_case_nusd(self, planned: PlannedRunRow) -> int:
         """The hold of one attempt of a planned run."""
-        return worst_case_nusd(
-            self._limits(planned), self._lab.backend.nusd_per_second, self.experiment.allowance_nusd
-        )
+        rate = self._lab.backend.nusd_per_second(self._variants[planned.variant].spec.machine)
+        return worst_case_nusd(self._limits(planned), rate, self.experiment.allowance_nusd)
 
     # what others may do
 

@@ -81,11 +81,12 @@ class Services:
                 events=events,
                 slots=anyio.CapacityLimiter(settings.local_max_parallel),
             )
+            labs = {"local": lab}
             queries = QueryService(store, home)
             stack.push_async_callback(queries.close)
             mirror = Mirror(store, ledger)
             async with anyio.create_task_group() as tasks:
-                experiments = Experiments(lab, tasks)
+                experiments = Experiments(labs, tasks)
                 tasks.start_soon(events.run)
                 tasks.start_soon(mirror.run)
                 await experiments.recover()

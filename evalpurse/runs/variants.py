@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,7 +29,7 @@ from evalpurse.runs.errors import (
     nearest,
 )
 from evalpurse.runs.patch import apply_overlay, check_overlay
-from evalpurse.runs.sandboxes.protocol import Backend, Prepared
+from evalpurse.runs.sandboxes.protocol import Backend, Machine, Prepared
 from evalpurse.runs.sources import Commit, materialise, resolve
 from evalpurse.store.database import Store
 from evalpurse.store.records import VariantRow
@@ -102,6 +102,34 @@ class VariantSpec(BaseModel):
         Field(ge=0, le=86_400, allow_inf_nan=False, description="Overrides the case's timeout; 0 keeps it."),
     ] = 0.0
 
+    image: Annotated[str, Field(max_length=300, description="Registry image of its sandboxes (modal).")] = ""
+    dockerfile: Annotated[
+        str,
+        Field(max_length=300, description="Dockerfile in the repository to build instead of image (modal)."),
+    ] = ""
+    cpu: Annotated[float, Field(ge=0, le=64, description="Cores requested; 0: the backend's default.")] = 0.0
+    cpu_limit: Annotated[float, Field(ge=0, le=64, description="Cores at most; 0: as requested.")] = 0.0
+    memory_mb: Annotated[int, Field(ge=0, le=512_000, description="Memory requested, MiB; 0: default.")] = 0
+    memory_limit_mb: Annotated[
+        int, Field(ge=0, le=512_000, description="Memory at most, MiB; 0: as requested.")
+    ] = 0
+    gpu: Annotated[str, Field(max_length=50, description="GPU type, for example T4 (modal).")] = ""
+    region: Annotated[str, Field(max_length=50, description="Region to run in (modal).")] = ""
+    runtime: Annotated[
+        Literal["", "gvisor", "vm"],
+        Field(description="Kind of sandbox; empty: the backend's choice (modal)."),
+    ] = ""
+    docker: Annotated[bool, Field(description="Start dockerd before the run; needs runtime vm (modal).")] = (
+        False
+    )
+    allow_domains: Annotated[
+        list[str], Field(max_length=100, description="Domains that a blocked network lets through (modal).")
+    ] = []
+    world: Annotated[str, Field(max_length=100, description="World (name or digest) mounted read-only.")] = ""
+    restore: Annotated[
+        list[str], Field(max_length=50, description="Shell commands run in the sandbox before the harness.")
+    ] = []
+
     @field_validator("run")
     @classmethod
     def _run_is_a_command(cls, run: str | list[str]) -> str | list[str]:
@@ -162,6 +190,25 @@ class VariantSpec(BaseModel):
         """The run command as an argument list."""
         return ["sh", "-c", self.run] if isinstance(self.run, str) else list(self.run)
 
+    @property
+    def machine(self) -> Machine:
+        """What it asks of the machine."""
+        return Machine(
+            image=self.image,
+            dockerfile=self.dockerfile,
+            cpu=self.cpu,
+            cpu_limit=self.cpu_limit,
+            memory_mb=self.memory_mb,
+            memory_limit_mb=self.memory_limit_mb,
+            gpu=self.gpu,
+            region=self.region,
+            runtime=self.runtime,
+            docker=self.docker,
+            allow_domains=tuple(self.allow_domains),
+            world=self.world,
+            restore=tuple(self.restore),
+        )
+
 
 def digest_of_variant(spec: VariantSpec, commit_sha: str) -> str:
     """Identity of a variant: SHA-256 of the canonical JSON of all that can change what its runs do."""
@@ -178,6 +225,9 @@ def digest_of_variant(spec: VariantSpec, commit_sha: str) -> str:
         "network": spec.network,
         "timeout_s": spec.timeout_s,
     }
+    machine = {name: value for name, value in asdict(spec.machine).items() if value}
+    if machine:
+        identity["machine"] = machine
     return digest_of(canonical_json(identity))
 
 
@@ -210,7 +260,8 @@ class Variants:
         self._home = home
         self._creating = anyio.Lock()
         self._known: dict[str, Variant] = {}
-        self._preparing: dict[str, _Preparation] = {}
+        self._preparing: dict[tuple[str, str], _Preparation] = {}
+        self._ready: set[tuple[str, str]] = set()
         for leftover in self._trees.glob(".*"):  # of a daemon that was killed while it wrote them
             shutil.rmtree(leftover, ignore_errors=True)
 
@@ -317,43 +368,47 @@ class Variants:
             SourceError, OverlayError: the source is gone, or the overlay does not fit.
             SetupFailedError: from the backend.
         """
-        prepared = Prepared(variant.digest, self._place(variant) / "source")
-        while not self._is_complete(variant):
-            under_way = self._preparing.get(variant.digest)
+        key = (backend.name, variant.digest)
+        while key not in self._ready:
+            under_way = self._preparing.get(key)
             if under_way is None:
                 await self._prepare_once(variant, backend)
             else:
                 await under_way.done.wait()
                 if under_way.error is not None:
                     raise under_way.error
-        return prepared
+        return Prepared(variant.digest, self._place(variant, backend) / "source")
 
-    def _place(self, variant: Variant) -> Path:
-        return self._home.sources / "prepared" / variant.digest
-
-    def _is_complete(self, variant: Variant) -> bool:
-        return (self._place(variant) / "complete").exists()
+    def _place(self, variant: Variant, backend: Backend) -> Path:
+        """One a backend: where setup runs in the folder, and where it runs in an image, leave other files."""
+        return self._home.sources / "prepared" / backend.name / variant.digest
 
     async def _prepare_once(self, variant: Variant, backend: Backend) -> None:
-        preparation = self._preparing[variant.digest] = _Preparation()
-        place = self._place(variant)
+        key = (backend.name, variant.digest)
+        preparation = self._preparing[key] = _Preparation()
+        place, spec = self._place(variant, backend), variant.spec
+        complete = place / "complete"
         try:
-            await anyio.to_thread.run_sync(self._write_source, variant)
-            await backend.prepare(place / "source", variant.spec.setup, variant.spec.env)
-            await anyio.to_thread.run_sync((place / "complete").touch)
+            done = await anyio.to_thread.run_sync(complete.exists)
+            if not done:
+                await anyio.to_thread.run_sync(self._write_source, variant, place)
+            prepared = Prepared(variant.digest, place / "source")
+            await backend.prepare(prepared, spec.setup, spec.env, spec.machine, done=done)
+            await anyio.to_thread.run_sync(complete.touch)
+            self._ready.add(key)
         except Exception as error:
             preparation.error = error
             raise
         finally:
             # Also when cancelled: a next caller must find all of it or nothing.
             with anyio.CancelScope(shield=True):
-                if not self._is_complete(variant):
+                if not await anyio.to_thread.run_sync(complete.exists):
                     await anyio.to_thread.run_sync(_remove, place)
-                del self._preparing[variant.digest]
+                del self._preparing[key]
                 preparation.done.set()
 
-    def _write_source(self, variant: Variant) -> None:
-        place, spec = self._place(variant), variant.spec
+    def _write_source(self, variant: Variant, place: Path) -> None:
+        spec = variant.spec
         _remove(place)  # what a killed daemon may have left half-made
         place.mkdir(mode=0o700, parents=True)
         tree = self._tree(variant.commit)

@@ -142,6 +142,7 @@ def register(toolbox: Toolbox) -> None:
         case_ids: Annotated[list[str], Field(description="Only these cases; empty means all.")] = [],  # noqa: B006 (a JSON schema default)
         max_parallel: Annotated[int, Field(description="Runs at once; 0 for the default.")] = 0,
         account: Annotated[str, Field(description="Purse to spend from.")] = "workspace",
+        backend: Annotated[str, Field(description="local or modal; empty: as configured.")] = "",
         reuse: Annotated[
             bool, Field(description="Take results that were paid for before instead of running again.")
         ] = True,
@@ -168,9 +169,10 @@ def register(toolbox: Toolbox) -> None:
             case_ids=tuple(case_ids),
             max_parallel=max_parallel,
             reuse=reuse,
+            backend=backend or call.services.settings.backend,
         )
         experiments = call.services.experiments
-        isolation = call.services.backend.isolation_statement
+        isolation = call.services.experiments.isolation(request.backend)
         if dry_run:
             found = await experiments.dry_run(request)
             return LaunchAnswer(

@@ -61,6 +61,19 @@ def register(toolbox: Toolbox) -> None:
         parent: Annotated[str, Field(description=_DESCRIBED["parent"])] = "",
         description: Annotated[str, Field(description=_DESCRIBED["description"])] = "",
         timeout_s: Annotated[float, Field(description=_DESCRIBED["timeout_s"])] = 0.0,
+        image: Annotated[str, Field(description=_DESCRIBED["image"])] = "",
+        dockerfile: Annotated[str, Field(description=_DESCRIBED["dockerfile"])] = "",
+        cpu: Annotated[float, Field(description=_DESCRIBED["cpu"])] = 0.0,
+        cpu_limit: Annotated[float, Field(description=_DESCRIBED["cpu_limit"])] = 0.0,
+        memory_mb: Annotated[int, Field(description=_DESCRIBED["memory_mb"])] = 0,
+        memory_limit_mb: Annotated[int, Field(description=_DESCRIBED["memory_limit_mb"])] = 0,
+        gpu: Annotated[str, Field(description=_DESCRIBED["gpu"])] = "",
+        region: Annotated[str, Field(description=_DESCRIBED["region"])] = "",
+        runtime: Annotated[Literal["", "gvisor", "vm"], Field(description=_DESCRIBED["runtime"])] = "",
+        docker: Annotated[bool, Field(description=_DESCRIBED["docker"])] = False,
+        allow_domains: Annotated[list[str], Field(description=_DESCRIBED["allow_domains"])] = [],  # noqa: B006 (as above)
+        world: Annotated[str, Field(description=_DESCRIBED["world"])] = "",
+        restore: Annotated[list[str], Field(description=_DESCRIBED["restore"])] = [],  # noqa: B006 (as above)
     ) -> CreatedVariant:
         """Registers a variant: your harness at one commit plus an overlay (patch, files, params, env, model).
 
@@ -86,6 +99,19 @@ def register(toolbox: Toolbox) -> None:
             parent=parent,
             description=description,
             timeout_s=timeout_s,
+            image=image,
+            dockerfile=dockerfile,
+            cpu=cpu,
+            cpu_limit=cpu_limit,
+            memory_mb=memory_mb,
+            memory_limit_mb=memory_limit_mb,
+            gpu=gpu,
+            region=region,
+            runtime=runtime,
+            docker=docker,
+            allow_domains=allow_domains,
+            world=world,
+            restore=restore,
         )
         made = await call.services.variants.create(spec)
         return CreatedVariant(

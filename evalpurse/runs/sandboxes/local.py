@@ -12,16 +12,16 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from decimal import Decimal
 from functools import cached_property
-from pathlib import Path
 
 import anyio
 import anyio.to_thread
 
 from evalpurse.config import Settings
 from evalpurse.home import Home
-from evalpurse.runs.errors import SandboxError, SetupFailedError
+from evalpurse.runs.errors import BadLaunchError, SandboxError, SetupFailedError
 from evalpurse.runs.sandboxes.capture import open_regular, read_ends
 from evalpurse.runs.sandboxes.environment import base_environment, check_names
 from evalpurse.runs.sandboxes.folders import Folders
@@ -37,7 +37,7 @@ from evalpurse.runs.sandboxes.materialise import (
 )
 from evalpurse.runs.sandboxes.monitor import Monitor
 from evalpurse.runs.sandboxes.processes import ProcessTable, end_all, system_table
-from evalpurse.runs.sandboxes.protocol import Limits, SandboxSpec
+from evalpurse.runs.sandboxes.protocol import Limits, Machine, Network, Prepared, SandboxSpec
 from evalpurse.runs.sandboxes.redaction import Redactor
 from evalpurse.runs.sandboxes.supervisor import Launch
 from evalpurse.runs.sandboxes.tasks import Engine
@@ -50,6 +50,9 @@ SETUP_LIMITS = Limits(
     processes=2048,
     disk_bytes=50 << 30,
 )
+LOCAL_MACHINE = ("world", "restore")
+"""What a variant may ask of this machine."""
+
 SMALL_CASE_BYTES = 256 << 10
 SMALL_CASE_FILES = 50
 _SETUP_TAIL_BYTES = 4096
@@ -73,8 +76,18 @@ class LocalBackend:
         self._sandboxes: dict[str, LocalSandbox] = {}
         self._making: set[str] = set()
 
-    @property
-    def nusd_per_second(self) -> int:
+    def check(self, machine: Machine, network: Network) -> None:  # noqa: ARG002 (a network is always there)
+        asked = {field.name: getattr(machine, field.name) for field in fields(machine)}
+        for name in LOCAL_MACHINE:
+            asked.pop(name)
+        given = sorted(name for name, value in asked.items() if value)
+        if given:
+            raise BadLaunchError(
+                f"The local backend has no {', '.join(given)}: its runs are on this machine as it is.",
+                hint="Launch with backend='modal', or make a variant without.",
+            )
+
+    def nusd_per_second(self, machine: Machine) -> int:  # noqa: ARG002 (one price for this machine)
         return self._nusd_per_second
 
     @property
@@ -100,9 +113,18 @@ class LocalBackend:
         work = str(self._home.work)
         return Engine(self._isolator, self._table, Monitor(self._table, work), Folders(work))
 
-    async def prepare(self, prepared_folder: Path, setup: Sequence[str], env: Mapping[str, str]) -> None:
+    async def prepare(
+        self,
+        prepared: Prepared,
+        setup: Sequence[str],
+        env: Mapping[str, str],
+        machine: Machine,  # noqa: ARG002 (nothing of it needs preparation)
+        *,
+        done: bool,
+    ) -> None:
+        prepared_folder = prepared.folder
         self._trees.forget(prepared_folder)
-        if not setup:
+        if done or not setup:
             return
         check_names(env)
         digest = hashlib.sha256(os.fsencode(prepared_folder)).hexdigest()[:16]

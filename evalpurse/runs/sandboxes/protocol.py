@@ -42,6 +42,28 @@ class Prepared:
 
 
 @dataclass(frozen=True)
+class Machine:
+    """What a variant asks of the machine that its runs are on; empty and zero leave it to the backend.
+
+    `cpu` and `memory_mb` are requests, the `_limit` ones hard limits (the request where they are zero).
+    """
+
+    image: str = ""
+    dockerfile: str = ""
+    cpu: float = 0.0
+    cpu_limit: float = 0.0
+    memory_mb: int = 0
+    memory_limit_mb: int = 0
+    gpu: str = ""
+    region: str = ""
+    runtime: Literal["", "gvisor", "vm"] = ""
+    docker: bool = False
+    allow_domains: tuple[str, ...] = ()
+    world: str = ""
+    restore: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class SandboxSpec:
     """Everything a sandbox is made from. `case_files` maps a relative POSIX path to its content."""
 
@@ -56,6 +78,7 @@ class SandboxSpec:
     network: Network
     limits: Limits
     allowance_usd: str
+    machine: Machine = Machine()
 
 
 class EndReason(Enum):
@@ -168,12 +191,28 @@ class Backend(Protocol):
     def isolation_statement(self) -> str:
         """What keeps its sandboxes apart, and what does not, for people."""
 
-    @property
-    def nusd_per_second(self) -> int:
-        """The most that a second of one sandbox can cost, in nano-dollars."""
+    def check(self, machine: Machine, network: Network) -> None:
+        """Whether it can give a variant what it asks for.
 
-    async def prepare(self, prepared_folder: Path, setup: Sequence[str], env: Mapping[str, str]) -> None:
-        """Runs setup commands once inside a prepared folder.
+        Raises:
+            BadLaunchError: names the field, and what this backend has.
+        """
+
+    def nusd_per_second(self, machine: Machine) -> int:
+        """The most that a second of one sandbox of this kind can cost, in nano-dollars."""
+
+    async def prepare(
+        self,
+        prepared: Prepared,
+        setup: Sequence[str],
+        env: Mapping[str, str],
+        machine: Machine,
+        *,
+        done: bool,
+    ) -> None:
+        """What has to be done once a variant: setup commands, an image.
+
+        Called once in each process; `done` says that an earlier process had brought it to its end.
 
         Raises:
             SetupFailedError: names the command that failed, with the end of its output.
