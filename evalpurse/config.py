@@ -29,6 +29,8 @@ class Settings:
     `local_usd_per_hour` is the price of one local sandbox (0: local runs cost only their model calls).
     `local_isolation` is `auto` (bubblewrap where it works), `require` (refuse to run without it) or `off`.
     `backend` is where experiments run that do not say. A period of 0 switches its schedule off.
+    `vault_command` prints a JSON object of names and values: a list is run as it is, a text by a shell.
+    `synced_secrets` names what is taken from it, each `NAME` or `NAME=name in the vault`.
     """
 
     local_max_parallel: int = max(2, 2 * (os.cpu_count() or 1))
@@ -49,7 +51,9 @@ class Settings:
     warm_every_s: float = 3600.0
     sweep_every_s: float = 600.0
     secrets_sync_every_s: float = 0.0
-    vault_command: str = ""
+    vault_command: str | tuple[str, ...] = ""
+    vault_timeout_s: float = 60.0
+    synced_secrets: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, path: Path) -> Settings:
@@ -83,6 +87,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "warm_every_s": (0, 604_800),
     "sweep_every_s": (1, 86_400),
     "secrets_sync_every_s": (0, 604_800),
+    "vault_timeout_s": (1, 3_600),
 }
 
 
@@ -95,6 +100,10 @@ def _checked(path: Path, key: str, value: Any) -> Any:
             raise ConfigError(f"{path}: {key} is {value!r}; it can be 'auto', 'require' or 'off'.")
         return value
     default = known[key]
+    if isinstance(default, tuple) or (key == "vault_command" and isinstance(value, list)):
+        if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
+            raise ConfigError(f"{path}: {key} must be a list of texts.")
+        return tuple(value)
     if isinstance(default, str):
         if not isinstance(value, str) or (key == "backend" and value not in ("local", "modal")):
             raise ConfigError(

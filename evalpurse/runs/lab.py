@@ -21,6 +21,7 @@ from evalpurse.runs.cases import Case, CaseContent, Cases
 from evalpurse.runs.errors import SandboxError, UnknownSecretError
 from evalpurse.runs.events import EventLog
 from evalpurse.runs.sandboxes.protocol import Backend
+from evalpurse.runs.sandboxes.secret_values import present_value
 from evalpurse.runs.variants import Variants
 from evalpurse.store.database import Store
 from evalpurse.store.errors import RowsRefusedError, StoreError
@@ -70,13 +71,13 @@ class Lab:
         """
         values: dict[str, str] = {}
         for name in names:
-            file = self.home.secrets / name
-            if not file.is_file():
+            value = present_value(self.home, name)
+            if value is None:
                 raise UnknownSecretError(
                     f"Secret {name} is not in this home folder.",
                     hint=f"Its owner adds it with: evalpurse secrets set {name}",
                 )
-            values[name] = file.read_text(encoding="utf-8").rstrip("\n")
+            values[name] = value
         return values
 
     @staticmethod

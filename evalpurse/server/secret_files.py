@@ -6,12 +6,12 @@ Standard library only.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from typing import Any
 
 from evalpurse.home import Home
+from evalpurse.runs.sandboxes.secret_values import put_in_place
 from evalpurse.server.given import GivenError
 
 SECRET_BYTES_MAX = 65_536
@@ -39,14 +39,11 @@ def set_secret(options: argparse.Namespace) -> dict[str, Any]:
             f"Standard input has {len(value)} bytes; a secret has 1 to {SECRET_BYTES_MAX} and no NUL.",
             hint=f'For example: printf %s "$KEY" | evalpurse secrets set {options.name}',
         )
-    folder = home_of(options).create().secrets
-    fresh = folder / f".{options.name}.{os.getpid()}"
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(value)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(folder / options.name)
+    try:
+        text = value.decode("utf-8")
+    except UnicodeDecodeError:
+        raise GivenError("Standard input is not UTF-8; an environment variable has to be.") from None
+    put_in_place(home_of(options).create(), options.name, text)
     return {"name": options.name, "bytes": len(value)}
 
 

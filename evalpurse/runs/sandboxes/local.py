@@ -39,6 +39,7 @@ from evalpurse.runs.sandboxes.monitor import Monitor
 from evalpurse.runs.sandboxes.processes import ProcessTable, end_all, system_table
 from evalpurse.runs.sandboxes.protocol import Limits, Machine, Network, Prepared, SandboxSpec
 from evalpurse.runs.sandboxes.redaction import Redactor
+from evalpurse.runs.sandboxes.secret_values import present_value, secret_values
 from evalpurse.runs.sandboxes.supervisor import Launch
 from evalpurse.runs.sandboxes.tasks import Engine
 
@@ -175,8 +176,16 @@ class LocalBackend:
             if os.path.lexists(layout.root):
                 await anyio.to_thread.run_sync(remove_tree, layout.root)
             return None
-        values = self._secrets(record.secret_names)
-        sandbox = LocalSandbox(record, layout, self._engine, values, fresh=False, on_removed=self._forget)
+        names = record.secret_names
+        sandbox = LocalSandbox(
+            record,
+            layout,
+            self._engine,
+            {name: present_value(self._home, name) for name in names},
+            fresh=False,
+            on_removed=self._forget,
+            former=secret_values(self._home, names),
+        )
         self._sandboxes[name] = sandbox
         return sandbox
 
@@ -191,14 +200,6 @@ class LocalBackend:
 
     def _forget(self, sandbox: LocalSandbox) -> None:
         self._sandboxes.pop(sandbox.name, None)
-
-    def _secrets(self, names: Sequence[str]) -> dict[str, str | None]:
-        """Values of secrets as the home folder has them now; None for one that it no longer has."""
-        values: dict[str, str | None] = {}
-        for name in names:
-            file = self._home.secrets / name
-            values[name] = file.read_text(encoding="utf-8").rstrip("\n") if file.is_file() else None
-        return values
 
     def _clear_setup(self, name: str, folder: str) -> None:
         """Ends and removes what a daemon that was killed during a setup has left."""

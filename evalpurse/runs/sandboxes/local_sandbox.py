@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from types import MappingProxyType
 
 import anyio
 import anyio.to_thread
@@ -50,8 +51,12 @@ class LocalSandbox:
         *,
         fresh: bool,
         on_removed: Callable[[LocalSandbox], None],
+        former: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
-        """`values` are its secrets, None for one that is no longer known. `fresh`: made by this process."""
+        """`values` are its secrets, None for one that is no longer known. `fresh`: made by this process.
+
+        `former` are values that its harness may have been given instead.
+        """
         self.name = record.name
         self.tags = record.tags
         self.created_at = record.created_at
@@ -60,7 +65,8 @@ class LocalSandbox:
         self._engine = engine
         self._secrets = {name: value for name, value in values.items() if value is not None}
         self._unknown_secrets = sorted(name for name, value in values.items() if value is None)
-        self._redactor = Redactor(self._secrets)
+        given = {name: [value, *former.get(name, ())] for name, value in self._secrets.items()}
+        self._redactor = Redactor(given)
         self._on_removed = on_removed
         self._process: Supervised | None = None
         self._watch: Watch | None = None

@@ -10,23 +10,24 @@ from __future__ import annotations
 import base64
 import json
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 SHORTEST_BYTES = 6
 """Shorter values are left alone: they occur by chance, and replacing them would damage honest output."""
 
 
 class Redactor:
-    """Replaces each form of each secret with `[secret NAME]`."""
+    """Replaces each form of each secret with `[secret NAME]`; one that was changed has several values."""
 
-    def __init__(self, secrets: Mapping[str, str]) -> None:
+    def __init__(self, secrets: Mapping[str, str | Sequence[str]]) -> None:
         forms: dict[bytes, bytes] = {}
-        for name, value in secrets.items():
-            plain = value.encode("utf-8", "surrogateescape")
-            if len(plain) < SHORTEST_BYTES:
-                continue
-            for form in _forms(value, plain):
-                forms.setdefault(form, b"[secret %s]" % name.encode())
+        for name, given in secrets.items():
+            for value in [given] if isinstance(given, str) else given:
+                plain = value.encode("utf-8", "surrogateescape")
+                if len(plain) < SHORTEST_BYTES:
+                    continue
+                for form in _forms(value, plain):
+                    forms.setdefault(form, b"[secret %s]" % name.encode())
         # Longest first: one secret may be part of another, and a form part of a longer form.
         self._forms = sorted(forms.items(), key=lambda item: len(item[0]), reverse=True)
         self.margin_bytes = len(self._forms[0][0]) if self._forms else 0
