@@ -18,7 +18,7 @@ from evalpurse.home import Home
 from evalpurse.runs.sandboxes.isolation import Isolator
 from evalpurse.runs.sandboxes.local import LocalBackend
 from evalpurse.runs.sandboxes.local_sandbox import LocalSandbox
-from evalpurse.runs.sandboxes.protocol import Ended, Limits, Output, Prepared, SandboxSpec
+from evalpurse.runs.sandboxes.protocol import Ended, Limits, Machine, Output, Prepared, SandboxSpec
 
 ISOLATIONS = ("off", "require")
 MIB = 1 << 20
@@ -40,6 +40,10 @@ class Bench:
     isolation: str
     prepared: Prepared
     made: list[LocalSandbox] = field(default_factory=list)
+
+    async def prepare(self, setup: Sequence[str], **env: str) -> None:
+        """Runs setup commands in the prepared source."""
+        await self.backend.prepare(self.prepared, setup, env, Machine(), done=False)
 
     def spec(
         self,

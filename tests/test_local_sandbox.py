@@ -23,7 +23,7 @@ from evalpurse.config import Settings
 from evalpurse.home import Home
 from evalpurse.runs.errors import SandboxError, SetupFailedError
 from evalpurse.runs.sandboxes.local import LocalBackend
-from evalpurse.runs.sandboxes.protocol import EndReason
+from evalpurse.runs.sandboxes.protocol import EndReason, Machine
 from tests.sandbox_kit import ISOLATIONS, MIB, Bench, bench_in, running, tight
 
 pytestmark = pytest.mark.anyio
@@ -138,7 +138,7 @@ async def test_the_source_is_copied_with_permissions_times_and_links(bench: Benc
         assert (copy / "bin/tool").stat().st_mtime_ns == 10**18
         assert (copy / "dangling").readlink() == Path("nowhere")
         (source / "big.bin").write_bytes(big)
-        await bench.backend.prepare(source, [], {})
+        await bench.prepare([])
         large = await bench.start(["./bin/tool"])
         assert (await large.wait()).exit_code == 0
         assert (bench.home.work / large.name / "source" / "big.bin").read_bytes() == big
@@ -578,9 +578,7 @@ async def test_a_cancelled_grader_leaves_nothing(bench: Bench) -> None:
 async def test_setup_runs_once_in_the_prepared_folder_and_sandboxes_get_its_result(bench: Bench) -> None:
     folder = bench.prepared.folder
     with anyio.fail_after(20):
-        await bench.backend.prepare(
-            folder, ["echo $GREETING > made", "cat made >> made2; pwd >> made2"], {"GREETING": "hi"}
-        )
+        await bench.prepare(["echo $GREETING > made", "cat made >> made2; pwd >> made2"], GREETING="hi")
         ended, output = await bench.run(["cat", "made2"])
     assert ended.exit_code == 0
     assert output.log.decode() == f"hi\n{folder}\n"
@@ -590,7 +588,7 @@ async def test_setup_runs_once_in_the_prepared_folder_and_sandboxes_get_its_resu
 async def test_a_failed_setup_names_the_command_its_code_and_its_last_words(bench: Bench) -> None:
     commands = ["true", "echo first; echo no such package >&2; (setsid sleep 60 &) ; exit 3", "touch never"]
     with anyio.fail_after(20), pytest.raises(SetupFailedError) as caught:
-        await bench.backend.prepare(bench.prepared.folder, commands, {})
+        await bench.prepare(commands)
     assert "exit 3" in str(caught.value)
     assert "ended with exit code 3" in str(caught.value)
     assert "no such package" in str(caught.value)
@@ -602,9 +600,7 @@ async def test_a_cancelled_setup_ends_its_processes(bench: Bench) -> None:
     marker = bench.prepared.folder / "began"
     with anyio.fail_after(20):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(
-                bench.backend.prepare, bench.prepared.folder, ["touch began; exec sleep 61.5"], {}
-            )
+            tasks.start_soon(bench.prepare, ["touch began; exec sleep 61.5"])
             while not marker.exists():  # noqa: ASYNC110
                 await anyio.sleep(0.01)
             tasks.cancel_scope.cancel()
@@ -621,5 +617,5 @@ def all_commands() -> str:
 @pytest.mark.parametrize(("usd_per_hour", "nusd"), [(0.0, 0), (0.36, 100_000), (0.1, 27_778), (1e-9, 1)])
 async def test_a_second_costs_the_hourly_rate_rounded_up(home: Home, usd_per_hour: float, nusd: int) -> None:
     backend = LocalBackend(home, Settings(local_usd_per_hour=usd_per_hour))
-    assert backend.nusd_per_second == nusd
+    assert backend.nusd_per_second(Machine()) == nusd
     await backend.close()

@@ -215,18 +215,14 @@ async def test_the_prepared_source_stays_readable_where_its_setup_ran(bench: Ben
     folder = bench.prepared.folder
     make = "mkdir bin; printf '#!/bin/sh\\necho tool' > bin/tool; chmod +x bin/tool"
     with anyio.fail_after(20):
-        await bench.backend.prepare(folder, [make, f"ln -s {folder}/bin/tool t"], {})
+        await bench.prepare([make, f"ln -s {folder}/bin/tool t"])
         ended, output = await bench.run(["./t"])
     assert (ended.exit_code, output.log) == (0, b"tool\n")
 
 
 async def test_setup_cannot_write_outside_of_the_source(bench: Bench) -> None:
     with anyio.fail_after(20):
-        await bench.backend.prepare(
-            bench.prepared.folder,
-            [f"! touch {bench.home.work}/planted", "touch $HOME/ok $TMPDIR/ok inside"],
-            {},
-        )
+        await bench.prepare([f"! touch {bench.home.work}/planted", "touch $HOME/ok $TMPDIR/ok inside"])
     assert not (bench.home.work / "planted").exists()
     assert (bench.prepared.folder / "inside").exists()
 

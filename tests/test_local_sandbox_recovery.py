@@ -19,6 +19,7 @@ from evalpurse.home import Home
 from evalpurse.runs.errors import SandboxError
 from evalpurse.runs.sandboxes.layout import Layout, Verdict
 from evalpurse.runs.sandboxes.protocol import EndReason
+from evalpurse.runs.sandboxes.secret_values import put_in_place
 from evalpurse.runs.sandboxes.supervisor import RunRecord
 from tests.sandbox_kit import ISOLATIONS, Bench, bench_in, running
 
@@ -298,3 +299,13 @@ async def test_half_a_line_in_the_run_file_was_never_written(tmp_path: Path) -> 
     record = RunRecord.read(str(run))
     assert record is not None
     assert record.exit_code == -9
+
+
+async def test_a_secret_that_was_changed_meanwhile_is_taken_out_all_the_same(bench: Bench) -> None:
+    earlier_daemon(bench, "echo $API_KEY; echo the-next-value")
+    put_in_place(bench.home, "API_KEY", "the-next-value")
+    with anyio.fail_after(20):
+        sandbox = await bench.backend.find(NAME)
+        assert sandbox is not None
+        await sandbox.wait()
+        assert (await sandbox.get()).log == b"[secret API_KEY]\n[secret API_KEY]\n"

@@ -26,7 +26,7 @@ from evalpurse.runs.errors import (
     UnsupportedSourceError,
     VariantExistsError,
 )
-from evalpurse.runs.sandboxes.protocol import Backend
+from evalpurse.runs.sandboxes.protocol import Backend, Machine, Prepared
 from evalpurse.runs.variants import Variants, VariantSpec
 from evalpurse.store.database import Store
 from tests.test_sources import commit_files, git, make_repo
@@ -46,17 +46,34 @@ diff --git a/main.py b/main.py
 
 
 class SetupRecorder:
-    """Stands in for a backend: its setup writes a file, waits for `go`, and fails or ends when it is told."""
+    """Stands in for a backend: its setup writes a file, waits for `go`, and fails or ends when it is told.
+
+    As a real one, it does nothing when setup was `done` by an earlier process.
+    """
+
+    name = "recorder"
 
     def __init__(self, *, fails: bool = False) -> None:
         self.calls: list[tuple[Path, Sequence[str], Mapping[str, str]]] = []
+        self.machines: list[Machine] = []
         self.started = anyio.Event()
         self.go = anyio.Event()
         self.fails = fails
 
-    async def prepare(self, prepared_folder: Path, setup: Sequence[str], env: Mapping[str, str]) -> None:
-        self.calls.append((prepared_folder, setup, env))
-        made = prepared_folder / "made" / "by-setup"
+    async def prepare(
+        self,
+        prepared: Prepared,
+        setup: Sequence[str],
+        env: Mapping[str, str],
+        machine: Machine,
+        *,
+        done: bool,
+    ) -> None:
+        self.machines.append(machine)
+        if done:
+            return
+        self.calls.append((prepared.folder, setup, env))
+        made = prepared.folder / "made" / "by-setup"
         await anyio.to_thread.run_sync(lambda: made.parent.mkdir(exist_ok=True))
         await anyio.to_thread.run_sync(made.touch)
         await anyio.to_thread.run_sync(lambda: made.parent.chmod(0o500))
@@ -289,7 +306,7 @@ async def test_a_patch_that_makes_a_leaving_link_leaves_nothing(
     made = await variants.create(spec(repo, patch=patch))
     with pytest.raises(UnsupportedSourceError, match="'out'"):
         await variants.prepare(made, ready_backend().backend)
-    assert list((home.sources / "prepared").iterdir()) == []
+    assert list((home.sources / "prepared" / "recorder").iterdir()) == []
 
 
 async def test_a_source_is_prepared_once_and_needs_its_repository_no_more(
@@ -301,6 +318,18 @@ async def test_a_source_is_prepared_once_and_needs_its_repository_no_more(
     shutil.rmtree(repo)
     assert await Variants(store, home).prepare(made, backend.backend) == first
     assert len(backend.calls) == 1
+    assert len(backend.machines) == 2, "each process tells its backend, which may keep something in memory"
+
+
+async def test_each_backend_has_a_preparation_of_its_own(variants: Variants, repo: Path) -> None:
+    made = await variants.create(spec(repo, setup=["make"], cpu=2.0, image="python:3.12"))
+    here, there = ready_backend(), ready_backend()
+    there.name = "elsewhere"
+    first, second = [await variants.prepare(made, one.backend) for one in (here, there)]
+    assert first.folder != second.folder
+    assert [len(one.calls) for one in (here, there)] == [1, 1]
+    assert there.machines == [made.spec.machine]
+    assert (there.machines[0].cpu, there.machines[0].image) == (2.0, "python:3.12")
 
 
 async def test_concurrent_callers_share_one_preparation(variants: Variants, repo: Path) -> None:
@@ -342,7 +371,7 @@ async def test_a_failed_preparation_is_told_to_all_who_wait_and_leaves_nothing(
             backend.go.set()
     assert failures == ["make failed"] * 3
     assert len(backend.calls) == 1
-    assert list((home.sources / "prepared").iterdir()) == []
+    assert list((home.sources / "prepared" / "recorder").iterdir()) == []
     assert (await variants.prepare(made, ready_backend().backend)).folder.is_dir()
 
 
@@ -371,7 +400,7 @@ async def test_a_half_made_preparation_of_a_killed_daemon_is_made_anew(
     variants: Variants, home: Home, repo: Path
 ) -> None:
     made = await variants.create(spec(repo))
-    leftover = home.sources / "prepared" / made.digest / "source"
+    leftover = home.sources / "prepared" / "recorder" / made.digest / "source"
     leftover.mkdir(parents=True)
     (leftover / "half.txt").touch()
     prepared = await variants.prepare(made, ready_backend().backend)
