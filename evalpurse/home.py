@@ -94,6 +94,11 @@ class Home:
         return self.path / "sources"
 
     @property
+    def worlds(self) -> Path:
+        """Files of worlds, each content once; made when the first world is added."""
+        return self.path / "worlds"
+
+    @property
     def backups(self) -> Path:
         return self.path / "backups"
 

@@ -141,6 +141,21 @@ class SandboxError(EvalpurseError):
     code: ClassVar[str] = "sandbox_error"
 
 
+class SandboxGoneError(SandboxError):
+    """The sandbox is no longer there, or was never what it should be: looking again does not help."""
+
+    code: ClassVar[str] = "sandbox_gone"
+
+
+class BackendRefusedError(EvalpurseError):
+    """The backend refuses for a reason that no new attempt changes; the rest of the batch must not try.
+
+    `facts["quota"]`: whether a spend or capacity limit is the reason.
+    """
+
+    code: ClassVar[str] = "backend_refused"
+
+
 class SetupFailedError(EvalpurseError):
     """A setup command of a variant failed."""
 
@@ -187,3 +202,40 @@ class IsolationMissingError(EvalpurseError):
     """Isolation of local sandboxes is required, and does not work on this machine."""
 
     code: ClassVar[str] = "isolation_missing"
+
+
+class WorldError(EvalpurseError):
+    """A folder cannot be a world, or a stored world is not what it was."""
+
+    code: ClassVar[str] = "bad_world"
+
+
+class WorldChangedError(WorldError):
+    """Files changed while they were added."""
+
+    code: ClassVar[str] = "world_changed"
+
+
+class WorldDamagedError(WorldError):
+    """A stored world is no longer what its digest says; it is not mounted."""
+
+    code: ClassVar[str] = "world_damaged"
+
+
+class WorldExistsError(WorldError):
+    """The name already stands for another world."""
+
+    code: ClassVar[str] = "world_exists"
+
+
+class UnknownWorldError(WorldError):
+    """No world has this name, or a digest that starts like this."""
+
+    code: ClassVar[str] = "unknown_world"
+
+    @classmethod
+    def named(cls, name: str, known: Collection[str]) -> UnknownWorldError:
+        hint = nearest(name, known, what="worlds")
+        return cls(
+            f"There is no world '{name}'.", hint=f"{hint} Add one with: evalpurse world add DIR --name {name}"
+        )

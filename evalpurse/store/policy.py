@@ -148,6 +148,18 @@ TABLES: Final = (
         "variants t",
     ),
     PublicTable(
+        "worlds",
+        "Immutable sets of files that runs start from, mounted read-only.",
+        (
+            _text("world", "name"),
+            _text("world_digest", "identity of all its files"),
+            _count("files", "number of files"),
+            _count("bytes", "sum of their sizes"),
+            _time("created_at", "when it was added"),
+        ),
+        "worlds t",
+    ),
+    PublicTable(
         "experiments",
         "Suite x variants x repeats under one cap. Its newest status is in experiment_status.",
         (
@@ -344,6 +356,7 @@ HIDDEN: Final = frozenset(
     {
         "cases.content_blob",
         "variants.spec_blob",
+        "worlds.manifest_blob",
         "experiments.idempotency_key",
         "experiments.arguments_digest",
         "runs.answer_blob",

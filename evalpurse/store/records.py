@@ -60,6 +60,19 @@ class VariantRow(Record):
 
 
 @dataclass(frozen=True)
+class WorldRow(Record):
+    """A name for an immutable set of files. `manifest_blob` lists them as canonical JSON."""
+
+    TABLE: ClassVar[str] = "worlds"
+    world: str
+    world_digest: str
+    files: int
+    bytes: int
+    manifest_blob: str
+    created_at: datetime
+
+
+@dataclass(frozen=True)
 class ExperimentRow(Record):
     TABLE: ClassVar[str] = "experiments"
     experiment_id: str

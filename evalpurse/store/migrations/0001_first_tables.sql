@@ -33,6 +33,15 @@ CREATE TABLE variants (
   created_at TIMESTAMPTZ NOT NULL
 );
 
+CREATE TABLE worlds (
+  world VARCHAR NOT NULL,
+  world_digest VARCHAR NOT NULL,
+  files BIGINT NOT NULL,
+  bytes BIGINT NOT NULL,
+  manifest_blob VARCHAR NOT NULL,
+  created_at TIMESTAMPTZ NOT NULL
+);
+
 CREATE TABLE experiments (
   experiment_id VARCHAR NOT NULL,
   suite VARCHAR NOT NULL,
