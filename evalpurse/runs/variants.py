@@ -17,7 +17,15 @@ from typing import Annotated, Any, Literal
 
 import anyio
 import anyio.to_thread
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from evalpurse.home import Home
 from evalpurse.runs.content import canonical_json, check_size, checked_files, digest_of
@@ -31,6 +39,7 @@ from evalpurse.runs.errors import (
 from evalpurse.runs.patch import apply_overlay, check_overlay
 from evalpurse.runs.sandboxes.protocol import Backend, Machine, Prepared
 from evalpurse.runs.sources import Commit, materialise, resolve
+from evalpurse.runs.worlds import Worlds
 from evalpurse.store.database import Store
 from evalpurse.store.records import VariantRow
 
@@ -125,9 +134,19 @@ class VariantSpec(BaseModel):
     allow_domains: Annotated[
         list[str], Field(max_length=100, description="Domains that a blocked network lets through (modal).")
     ] = []
-    world: Annotated[str, Field(max_length=100, description="World (name or digest) mounted read-only.")] = ""
+    world: Annotated[
+        str,
+        Field(
+            max_length=100,
+            description="World (name or digest) mounted read-only at EVALPURSE_WORLD; its digest is pinned.",
+        ),
+    ] = ""
     restore: Annotated[
-        list[str], Field(max_length=50, description="Shell commands run in the sandbox before the harness.")
+        list[str],
+        Field(
+            max_length=50,
+            description="Shell commands run in each sandbox, in the source folder, before the harness.",
+        ),
     ] = []
 
     @field_validator("run")
@@ -139,13 +158,17 @@ class VariantSpec(BaseModel):
         _check_argument_bytes("the run command", sum(map(_argument_bytes, parts)))
         return run
 
-    @field_validator("setup")
+    @field_validator("setup", "restore")
     @classmethod
-    def _setup_is_commands(cls, setup: list[str]) -> list[str]:
-        if any(not command.strip() or "\0" in command for command in setup):
-            raise ValueError("a setup command is empty or has a NUL character")
-        _check_argument_bytes("a setup command", max(map(_argument_bytes, setup), default=0))
-        return setup
+    def _setup_is_commands(cls, commands: list[str], info: ValidationInfo) -> list[str]:
+        if any(not command.strip() or "\0" in command for command in commands):
+            raise ValueError(f"a {info.field_name} command is empty or has a NUL character")
+        sizes = list(map(_argument_bytes, commands))
+        if info.field_name == "restore":  # they are handed over together
+            _check_argument_bytes("restore", sum(sizes))
+        else:
+            _check_argument_bytes("a setup command", max(sizes, default=0))
+        return commands
 
     @field_validator("env")
     @classmethod
@@ -255,9 +278,10 @@ class _Preparation:
 class Variants:
     """Creates, finds and prepares variants. One instance a home folder."""
 
-    def __init__(self, store: Store, home: Home) -> None:
+    def __init__(self, store: Store, home: Home, worlds: Worlds | None = None) -> None:
         self._store = store
         self._home = home
+        self._worlds = worlds or Worlds(store, home)
         self._creating = anyio.Lock()
         self._known: dict[str, Variant] = {}
         self._preparing: dict[tuple[str, str], _Preparation] = {}
@@ -281,8 +305,13 @@ class Variants:
             VariantExistsError: the name stands for another digest.
             UnknownVariantError: the parent does not exist.
             SecretRefusedError, UnknownSecretError: a secret's value was given, or an unknown name.
+            UnknownWorldError: no world has this name or digest.
         """
         await anyio.to_thread.run_sync(self._check_secrets, spec)
+        if spec.world:
+            # What the name stands for now is what all its runs will see.
+            world = await self._worlds.get(spec.world)
+            spec = spec.model_copy(update={"world": world.world_digest})
         commit = await anyio.to_thread.run_sync(resolve, spec.repo, spec.commit)
         digest = digest_of_variant(spec, commit.sha)
         async with self._creating:

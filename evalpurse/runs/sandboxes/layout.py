@@ -96,6 +96,9 @@ class Record:
     secret_names: Sequence[str]
     free_bytes: int
     """Disk use that was there before the harness started."""
+    world: str = ""
+    """Digest of the world that is mounted."""
+    restore: Sequence[str] = ()
 
     @classmethod
     def of(cls, spec: SandboxSpec, free_bytes: int) -> Record:
@@ -111,6 +114,8 @@ class Record:
             prepared=str(spec.prepared.folder),
             secret_names=sorted(spec.secrets),
             free_bytes=free_bytes,
+            world=spec.machine.world,
+            restore=list(spec.machine.restore),
         )
 
     def write(self, layout: Layout) -> None:

@@ -21,7 +21,7 @@ import anyio.to_thread
 
 from evalpurse.config import Settings
 from evalpurse.home import Home
-from evalpurse.runs.errors import BadLaunchError, SandboxError, SetupFailedError
+from evalpurse.runs.errors import BadLaunchError, SandboxError, SetupFailedError, WorldError
 from evalpurse.runs.sandboxes.capture import open_regular, read_ends
 from evalpurse.runs.sandboxes.environment import base_environment, check_names
 from evalpurse.runs.sandboxes.folders import Folders
@@ -42,6 +42,7 @@ from evalpurse.runs.sandboxes.redaction import Redactor
 from evalpurse.runs.sandboxes.secret_values import present_value, secret_values
 from evalpurse.runs.sandboxes.supervisor import Launch
 from evalpurse.runs.sandboxes.tasks import Engine
+from evalpurse.runs.sandboxes.world_files import WorldFiles
 
 SETUP_TIMEOUT_S = 900.0
 SETUP_LIMITS = Limits(
@@ -74,6 +75,8 @@ class LocalBackend:
         self._nusd_per_second = math.ceil(Decimal(str(settings.local_usd_per_hour)) * _NUSD_PER_USD / 3600)
         self._table = table or system_table()
         self._trees = Trees()
+        self._worlds = WorldFiles(home.worlds)
+        self._worlds_checked: set[str] = set()
         self._sandboxes: dict[str, LocalSandbox] = {}
         self._making: set[str] = set()
 
@@ -112,17 +115,22 @@ class LocalBackend:
     @cached_property
     def _engine(self) -> Engine:
         work = str(self._home.work)
-        return Engine(self._isolator, self._table, Monitor(self._table, work), Folders(work))
+        return Engine(self._isolator, self._table, Monitor(self._table, work), Folders(work), self._worlds)
 
     async def prepare(
         self,
         prepared: Prepared,
         setup: Sequence[str],
         env: Mapping[str, str],
-        machine: Machine,  # noqa: ARG002 (nothing of it needs preparation)
+        machine: Machine,
         *,
         done: bool,
     ) -> None:
+        if machine.world:
+            try:
+                await self._check_world(machine.world)
+            except WorldError as error:
+                raise SetupFailedError(error.message, hint=error.hint) from error
         prepared_folder = prepared.folder
         self._trees.forget(prepared_folder)
         if done or not setup:
@@ -149,6 +157,10 @@ class LocalBackend:
         checked_name(spec.name)
         check_names({**spec.env, **spec.secrets})
         engine = self._engine
+        if spec.machine.world and (
+            not engine.isolator.active or spec.machine.world not in self._worlds_checked
+        ):
+            await self._check_world_of(spec)
         tree = self._trees.kept(spec.prepared.folder)
         if tree is None:
             tree = await anyio.to_thread.run_sync(self._trees.read, spec.prepared.folder)
@@ -197,6 +209,23 @@ class LocalBackend:
         if isinstance(engine, Engine):
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(engine.monitor.close)
+
+    async def _check_world_of(self, spec: SandboxSpec) -> None:
+        try:
+            await self._check_world(spec.machine.world)
+        except WorldError as error:
+            raise SandboxError(
+                f"Sandbox {spec.name} cannot have its world: {error.message}", hint=error.hint
+            ) from error
+
+    async def _check_world(self, digest: str) -> None:
+        """Looks at all its files. In jails nothing can change them: once a process is enough there.
+
+        Raises:
+            WorldDamagedError: it is not what it was.
+        """
+        await anyio.to_thread.run_sync(self._worlds.check, digest)
+        self._worlds_checked.add(digest)
 
     def _forget(self, sandbox: LocalSandbox) -> None:
         self._sandboxes.pop(sandbox.name, None)

@@ -289,9 +289,15 @@ class LocalSandbox:
                 verdict.detail if verdict is not None else f"The folder of sandbox {self.name} disappeared."
             )
             return Ended(EndReason.LOST, None, self.created_at, now, detail)
-        started_at = datetime.fromtimestamp(run.started_s, UTC)
+        begun_s = run.restored_s or run.started_s  # what a restore takes belongs to the start, not to the run
+        started_at = datetime.fromtimestamp(begun_s, UTC)
         ended_at = datetime.fromtimestamp(run.ended_s, UTC) if run.ended_s is not None else now
         ended_at = max(started_at, ended_at)
+        stopped = verdict is not None and verdict.reason is EndReason.STOPPED
+        if self._record.restore and run.restored_s is None and not stopped:
+            return Ended(
+                EndReason.LOST, run.exit_code, started_at, ended_at, self._unrestored_detail(run, verdict)
+            )
         if verdict is not None:
             return Ended(verdict.reason, run.exit_code, started_at, ended_at, verdict.detail)
         if run.exit_code is None:
@@ -324,6 +330,21 @@ class LocalSandbox:
                 return EndReason.DISK, f"It used {used} bytes of disk; {limits.disk_bytes} are allowed."
         return EndReason.EXITED, ""
 
+    def _unrestored_detail(self, run: RunRecord, verdict: Verdict | None) -> str:
+        """Why the harness never started. What is at fault is the world or the machine, not the harness."""
+        commands = self._record.restore
+        if verdict is not None:
+            how = f"The restore did not come to its end. {verdict.detail}"
+        elif run.unrestored is not None:
+            code = run.exit_code
+            how = (
+                f"Restore command {run.unrestored} of {len(commands)}, {commands[run.unrestored - 1]!r}, "
+                + ("failed." if code is None else f"ended with {_code_text(code)}.")
+            )
+        else:
+            return f"The restore left no evidence of its end. {self._lost_detail()}"
+        return self._with_tail(how)
+
     def _lost_detail(self) -> str:
         status = self._process.status if self._process is not None else None
         if status is not None and os.WIFSIGNALED(status):
@@ -332,7 +353,10 @@ class LocalSandbox:
             how = f"Its supervisor ended with exit code {os.waitstatus_to_exitcode(status)}"
         else:
             how = "Its supervisor is gone"
-        detail = f"{how} and left no exit status."
+        return self._with_tail(f"{how} and left no exit status.")
+
+    def _with_tail(self, detail: str) -> str:
+        """A sentence with the end of the log behind it, where that can be shown without secrets."""
         fd = open_regular(self._layout.log)
         if fd is None or self._unknown_secrets:
             return detail
@@ -355,6 +379,7 @@ class LocalSandbox:
             "EVALPURSE_PARAMS": layout.params,
             "EVALPURSE_DEADLINE": utc_text(deadline_s),
             "EVALPURSE_ALLOWANCE_USD": record.allowance_usd,
+            **self._world_environment,
         }
         return Launch(
             name=self.name,
@@ -363,7 +388,7 @@ class LocalSandbox:
             jail=Jail(
                 workdir=layout.source,
                 writable=layout.writable,
-                readable=(record.prepared, layout.root),
+                readable=(record.prepared, layout.root, *self._world_paths),
                 network=record.network,
                 memory_bytes=record.limits.memory_bytes,
             ),
@@ -371,7 +396,18 @@ class LocalSandbox:
             log_file=layout.log,
             cpu_s=record.limits.cpu_s,
             file_bytes=record.limits.disk_bytes,
+            restore=record.restore,
         )
+
+    @property
+    def _world_paths(self) -> tuple[str, ...]:
+        """The world's folder and its manifest: read-only mounts in a jail, by permission elsewhere."""
+        digest, worlds = self._record.world, self._engine.worlds
+        return (str(worlds.tree(digest)), str(worlds.manifest_file(digest))) if digest else ()
+
+    @property
+    def _world_environment(self) -> dict[str, str]:
+        return dict(zip(("EVALPURSE_WORLD", "EVALPURSE_WORLD_MANIFEST"), self._world_paths, strict=False))
 
     def _grader_launch(self, root: str, command: Sequence[str]) -> Launch:
         layout, limits = self._layout, self._record.limits
@@ -383,6 +419,7 @@ class LocalSandbox:
             "EVALPURSE_SOURCE": layout.source,
             "EVALPURSE_OUT": layout.out,
             "EVALPURSE_CASE": layout.case,
+            **self._world_environment,
         }
         return Launch(
             name=self.name,
@@ -391,7 +428,7 @@ class LocalSandbox:
             jail=Jail(
                 workdir=workdir,
                 writable=(workdir, f"{root}/tmp"),
-                readable=(self._record.prepared, layout.root),
+                readable=(self._record.prepared, layout.root, *self._world_paths),
                 network="blocked",
                 memory_bytes=limits.memory_bytes,
             ),
@@ -447,6 +484,10 @@ class LocalSandbox:
                 f"{', '.join(self._unknown_secrets)}. What it wrote cannot be read without showing them.",
                 hint="Set them again, or make a new attempt.",
             )
+
+
+def _code_text(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def _make_grader_folder(root: str, files: Mapping[str, bytes]) -> None:

@@ -4,6 +4,9 @@ The supervisor is a shell script. Its `run` file tells the whole story in lines,
 `claimed` by whoever starts it (the file can be made once, so a command starts at most once), bubblewrap's
 own line with the id of the jail's first process, `begun` and `ended` by the supervisor. A line without its
 newline was never written. The command never holds the file: its input is /dev/null.
+
+Restore commands run first, under the same limits and into the same log. The supervisor writes `restored` when
+all have ended with 0, else `unrestored` and the number of the one that did not, and starts nothing more.
 """
 
 from __future__ import annotations
@@ -34,8 +37,22 @@ trap : HUP INT TERM XFSZ
 echo "begun $$" >&0
 { echo 1000 >/proc/self/oom_score_adj; } 2>/dev/null
 { ulimit -c 0; ulimit -S -t "$1"; ulimit -H -t "$2"; ulimit -f "$3"; } 2>/dev/null
-shift 3
+evalpurse_count=$4 evalpurse_number=0
+shift 4
 unset OLDPWD SHLVL
+while [ "$evalpurse_number" -lt "$evalpurse_count" ]; do
+  evalpurse_number=$((evalpurse_number + 1))
+  echo "evalpurse: restore command $evalpurse_number of $evalpurse_count: $1"
+  if (exec /bin/sh -c "$1" </dev/null); then :; else
+    evalpurse_status=$?
+    echo "evalpurse: restore command $evalpurse_number ended with exit code $evalpurse_status"
+    echo "unrestored $evalpurse_number" >&0
+    echo "ended $evalpurse_status" >&0
+    exit
+  fi
+  shift
+done
+[ "$evalpurse_count" -eq 0 ] || echo "restored $(date +%s.%N </dev/null)" >&0
 (exec "$@" </dev/null)
 echo "ended $?" >&0
 """
@@ -58,6 +75,7 @@ class Launch:
     log_file: str
     cpu_s: float
     file_bytes: int
+    restore: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -72,6 +90,10 @@ class RunRecord:
     """The first process of the jail, which is the supervisor in it."""
     exit_code: int | None = None
     ended_s: float | None = None
+    restored_s: float | None = None
+    """When the last restore command had ended with 0."""
+    unrestored: int | None = None
+    """The number of the restore command that failed."""
 
     @classmethod
     def read(cls, run_file: str) -> RunRecord | None:
@@ -90,7 +112,7 @@ class RunRecord:
 
 def _parse(text: str, modified_s: float) -> RunRecord | None:
     started_s, deadline_s = math.nan, math.nan
-    pid = jail_pid = exit_code = None
+    pid = jail_pid = exit_code = restored_s = unrestored = None
     for line in text.splitlines(keepends=True):
         words = line.split()
         if not line.endswith("\n") or not words:
@@ -99,6 +121,10 @@ def _parse(text: str, modified_s: float) -> RunRecord | None:
             started_s, deadline_s = float(words[1]), float(words[2])
         elif words[0] == "begun" and jail_pid is None:
             pid = int(words[1])
+        elif words[0] == "restored":
+            restored_s = _moment(words[1:], started_s)
+        elif words[0] == "unrestored":
+            unrestored = int(words[1])
         elif words[0] == "ended":
             exit_code = _exit_code(int(words[1]))
         elif (found := _JAIL_PID.match(line)) is not None:
@@ -106,8 +132,23 @@ def _parse(text: str, modified_s: float) -> RunRecord | None:
     if math.isnan(started_s):
         return None
     return RunRecord(
-        started_s, deadline_s, pid, jail_pid, exit_code, None if exit_code is None else modified_s
+        started_s,
+        deadline_s,
+        pid,
+        jail_pid,
+        exit_code,
+        None if exit_code is None else modified_s,
+        restored_s,
+        unrestored,
     )
+
+
+def _moment(words: Sequence[str], started_s: float) -> float:
+    """What `date +%s.%N` printed; some print no fraction, some no number at all. Never before the start."""
+    try:
+        return max(started_s, float(words[0].removesuffix(".N").removesuffix("N")))
+    except (IndexError, ValueError):
+        return started_s
 
 
 def _exit_code(status: int) -> int:
@@ -278,8 +319,8 @@ class Supervised:
 def _spawn(launch: Launch, isolator: Isolator, run_fd: int, log_fd: int) -> int:
     cpu_s = max(1, math.ceil(launch.cpu_s))
     blocks = max(1, launch.file_bytes // _ULIMIT_FILE_UNIT_BYTES)
-    numbers = (str(cpu_s), str(cpu_s + 1), str(blocks))
-    supervised = ["/bin/sh", "-c", _SCRIPT, "sh", *numbers, *launch.command]
+    numbers = (str(cpu_s), str(cpu_s + 1), str(blocks), str(len(launch.restore)))
+    supervised = ["/bin/sh", "-c", _SCRIPT, "sh", *numbers, *launch.restore, *launch.command]
     return spawn(
         isolator.wrap(launch.jail, number_in_child(run_fd), supervised),
         environment=launch.environment,

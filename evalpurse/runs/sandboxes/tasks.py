@@ -20,6 +20,7 @@ from evalpurse.runs.sandboxes.monitor import Monitor, Watch
 from evalpurse.runs.sandboxes.processes import ProcessTable
 from evalpurse.runs.sandboxes.protocol import EndReason, Limits
 from evalpurse.runs.sandboxes.supervisor import Launch, RunRecord, Supervised
+from evalpurse.runs.sandboxes.world_files import WorldFiles
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Engine:
     table: ProcessTable
     monitor: Monitor
     folders: Folders
+    worlds: WorldFiles
 
     async def carry_out(
         self, launch: Launch, limits: Limits, timeout_s: float, folders: Sequence[str], free_bytes: int
