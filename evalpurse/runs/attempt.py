@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import anyio
@@ -17,7 +18,7 @@ import anyio
 from evalpurse.budget.accounts import Role
 from evalpurse.runs.cases import CaseContent
 from evalpurse.runs.charge import NOTHING_RAN, Charge, CostSource, charge_for, sandbox_cost_nusd
-from evalpurse.runs.errors import GraderError, SandboxError
+from evalpurse.runs.errors import BackendRefusedError, GraderError, SandboxError
 from evalpurse.runs.graders import grade_all
 from evalpurse.runs.graders.metrics import HarnessMetrics, metrics_of
 from evalpurse.runs.job import Job, Result
@@ -29,6 +30,9 @@ from evalpurse.store.errors import RowsRefusedError
 from evalpurse.store.records import EventRow, Record
 
 log = logging.getLogger(__name__)
+
+END_S = 2.0
+"""Between the last look at the clock and the end of a remote sandbox: recording, and one call."""
 
 
 class Attempt:
@@ -52,6 +56,8 @@ class Attempt:
         self._intended_at = datetime.now(UTC)
         self.recorded: Outcome | None = None
         """The run's outcome, once its row is durable."""
+        self.refused: BackendRefusedError | None = None
+        """Why no other attempt on this backend will do better, if it said so."""
 
     async def run(self, *, last: bool, may_start: Callable[[], bool]) -> Result | None:
         """Runs the job to its recorded, settled end; None when its turn came and it might not start any more.
@@ -71,6 +77,7 @@ class Attempt:
                     await self.abandon(Outcome.CANCELLED, "Cancelled.")
             raise
         with anyio.CancelScope(shield=True):
+            last = last or self.refused is not None
             await self._conclude(result, final=last or not TREATMENTS[result.outcome].retried)
         return result
 
@@ -88,6 +95,9 @@ class Attempt:
             self._step("collect", ended.reason.value)
             output = await sandbox.get() if ended.reason is not EndReason.LOST else None
             return await self._judge(sandbox, ended, output)
+        except BackendRefusedError as error:
+            self.refused = error
+            return await self._infra_error(str(error))
         except SandboxError as error:
             return await self._infra_error(str(error))
         except Exception as error:
@@ -171,8 +181,8 @@ class Attempt:
             output = await self._sandbox.get()
         except SandboxError as error:
             return Result(outcome, self._charge(None), error=f"{reason} {error}")
-        if ended is None:
-            return Result(outcome, NOTHING_RAN, error=reason)
+        if ended is None:  # no harness, so no model calls; the sandbox itself was there
+            return Result(outcome, replace(NOTHING_RAN, sandbox_nusd=self._sandbox_nusd()), error=reason)
         metrics = metrics_of(output)
         charge = self._charge(metrics)
         await self._freeze_if_overrun(charge)
@@ -186,18 +196,28 @@ class Attempt:
         )
 
     def _charge(self, metrics: HarnessMetrics | None) -> Charge:
-        now = datetime.now(UTC)
-        made_at = self._sandbox.created_at if self._sandbox is not None else now
-        seconds = (now - made_at).total_seconds()
         return charge_for(
             metrics,
             allowance_nusd=self._job.allowance_nusd,
-            sandbox_nusd=sandbox_cost_nusd(
-                seconds, self._lab.backend.nusd_per_second(self._job.variant.spec.machine)
-            ),
+            sandbox_nusd=self._sandbox_nusd(),
             prices=self._lab.prices,
-            at=made_at,
+            at=self._sandbox.created_at if self._sandbox is not None else datetime.now(UTC),
         )
+
+    def _sandbox_nusd(self) -> int:
+        """The sandbox's life at its limits, with the moment that its end still takes.
+
+        One that somebody else keeps lives no longer than it was made for, whenever we look at the clock.
+        """
+        if self._sandbox is None:
+            return 0
+        seconds = (datetime.now(UTC) - self._sandbox.created_at).total_seconds()
+        if self._lab.backend.can_vanish:
+            limits = self._job.limits
+            longest = limits.timeout_s + limits.grade_timeout_s + limits.slack_s
+            seconds = min(seconds + END_S, longest)
+        rate = self._lab.backend.nusd_per_second(self._job.variant.spec.machine)
+        return sandbox_cost_nusd(seconds, rate)
 
     async def _conclude(self, result: Result, *, final: bool) -> None:
         """Record, remove, settle: each durable before the next, each repeated until it is done."""

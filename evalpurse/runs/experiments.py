@@ -7,6 +7,7 @@ its first holds are made together, and the same idempotency key always leads to 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,11 +25,12 @@ from evalpurse.runs.errors import (
     BadLaunchError,
     IdempotencyConflictError,
     LeavingError,
+    SandboxError,
     UnknownExperimentError,
     nearest,
 )
 from evalpurse.runs.estimate import Estimate
-from evalpurse.runs.lab import Lab
+from evalpurse.runs.lab import RETRY_WRITE_S, Lab
 from evalpurse.runs.plan import blocks
 from evalpurse.runs.planner import Plan, Planner
 from evalpurse.runs.recover import recover
@@ -91,11 +93,16 @@ class Experiments:
         self._runners: dict[str, ExperimentRunner] = {}
         self._stuck: dict[str, str] = {}
         self._launching = anyio.Lock()
+        self._taking: dict[str, anyio.Event] = {}
+        """Experiments that are being taken up after a restart."""
         self._leaving = False
+        self._left = anyio.Event()
 
     async def dry_run(self, request: LaunchRequest) -> Estimate:
         """What a launch would hold, cost and detect; raises what `Planner.plan` raises; changes nothing."""
-        return (await Planner(self._lab_of(request.backend)).plan(request)).estimate
+        lab = self._lab_of(request.backend)
+        await lab.ready()
+        return (await Planner(lab).plan(request)).estimate
 
     def isolation(self, backend: str) -> str:
         """What keeps runs apart on a backend; raises BadLaunchError for one that there is not."""
@@ -139,6 +146,7 @@ class Experiments:
                 "The daemon is stopping and starts nothing new.", hint="Call again in a few seconds."
             )
         lab = self._lab_of(request.backend)
+        await lab.ready()
         planner = Planner(lab)
         plan = await planner.plan(request)
         planner.check_money(plan)
@@ -205,11 +213,13 @@ class Experiments:
 
         Cancelling the wait ends the wait only. `progress` is called at most about twice a second.
         """
+        started = anyio.current_time()
+        await self._taken_up(experiment_id, wait_s)
         status = await self.status(experiment_id)
         runner = self._runners.get(experiment_id)
         if runner is None or status.over:
             return status
-        with anyio.move_on_after(wait_s):
+        with anyio.move_on_at(started + wait_s):
             while not runner.finished.is_set():
                 changed = runner.changed
                 with anyio.move_on_after(1.0):
@@ -226,6 +236,7 @@ class Experiments:
         An experiment that is over stays as it is.
         """
         await self.experiment(experiment_id)
+        await self._taken_up(experiment_id, math.inf)
         runner = self._runners.get(experiment_id)
         if runner is not None and not runner.finished.is_set():
             with anyio.CancelScope(shield=True):
@@ -238,28 +249,69 @@ class Experiments:
         return await self.status(experiment_id)
 
     async def recover(self) -> None:
-        """Takes up every experiment that a dead daemon left unfinished."""
+        """Takes up every experiment that a dead daemon left unfinished.
+
+        Those of a backend that others run are taken up beside everything else: it may not answer now.
+        """
         for row in await self._lab.store.fetch("unfinished_experiments"):
             experiment = _experiment(row)
-            try:
-                runner = await recover(self._lab_of(experiment.backend), experiment)
-            except Exception as error:
-                # Its money stays held and its sandboxes stay; the other experiments must go on.
-                log.exception("experiment %s could not be taken up", experiment.experiment_id)
-                self._stuck[experiment.experiment_id] = f"Could not be taken up after a restart: {error}"
-                continue
-            if row["status"] == "cancelling":
-                runner.cancel(row["status_reason"])
+            taken = self._taking[experiment.experiment_id] = anyio.Event()
+            cancelling = row["status_reason"] if row["status"] == "cancelling" else None
+            if self._lab_of(experiment.backend).backend.can_vanish:
+                self._tasks.start_soon(self._take_up, experiment, cancelling, taken)
+            else:
+                await self._take_up(experiment, cancelling, taken)
+
+    async def _take_up(self, experiment: ExperimentRow, cancelling: str | None, taken: anyio.Event) -> None:
+        experiment_id = experiment.experiment_id
+        try:
+            runner = await self._recovered(self._lab_of(experiment.backend), experiment)
+        except Exception as error:
+            # Its money stays held and its sandboxes stay; the other experiments must go on.
+            log.exception("experiment %s could not be taken up", experiment_id)
+            self._stuck[experiment_id] = f"Could not be taken up after a restart: {error}"
+        else:
+            if runner is None:
+                return
+            self._stuck.pop(experiment_id, None)
+            if cancelling is not None:
+                runner.cancel(cancelling)
             self._start(runner)
+        del self._taking[experiment_id]
+        taken.set()
+
+    async def _recovered(self, lab: Lab, experiment: ExperimentRow) -> ExperimentRunner | None:
+        """The runner, when the backend answers; None when the daemon leaves before it does."""
+        tries = 0
+        while not self._leaving:
+            try:
+                await lab.ready()
+                return await recover(lab, experiment)
+            except (BadLaunchError, SandboxError) as error:
+                if not lab.backend.can_vanish:
+                    raise
+                log.warning("experiment %s cannot be taken up yet: %s", experiment.experiment_id, error)
+                self._stuck[experiment.experiment_id] = f"Waits to be taken up after a restart: {error}"
+            with anyio.move_on_after(RETRY_WRITE_S[min(tries, len(RETRY_WRITE_S) - 1)]):
+                await self._left.wait()
+            tries += 1
+        return None
 
     async def leave(self) -> None:
         """Lets go of every experiment; running sandboxes go on, and the next daemon takes them up."""
         self._leaving = True
+        self._left.set()
         going = [runner for runner in self._runners.values() if not runner.finished.is_set()]
         for runner in going:
             runner.leave()
         for runner in going:
             await runner.finished.wait()
+
+    async def _taken_up(self, experiment_id: str, wait_s: float) -> None:
+        taken = self._taking.get(experiment_id)
+        if taken is not None:
+            with anyio.move_on_after(wait_s):
+                await taken.wait()
 
     def _start(self, runner: ExperimentRunner) -> None:
         self._runners[runner.experiment_id] = runner

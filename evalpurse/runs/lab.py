@@ -10,6 +10,7 @@ from decimal import Decimal
 from typing import TypeVar
 
 import anyio
+import anyio.lowlevel
 
 from evalpurse.budget.errors import LedgerUnavailableError
 from evalpurse.budget.ledger import Ledger
@@ -36,6 +37,10 @@ RETRY_WRITE_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 CONTENTS_KEPT = 256
 
 
+async def _nothing_left(_experiment_id: str) -> None:
+    await anyio.lowlevel.checkpoint()
+
+
 @dataclass
 class Lab:
     """Shared by all experiments of one daemon."""
@@ -51,6 +56,10 @@ class Lab:
     variants: Variants
     events: EventLog
     slots: anyio.CapacityLimiter
+    ready: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint
+    """Makes the backend ready for a launch; raises BadLaunchError with what to do when it cannot be."""
+    ended: Callable[[str], Awaitable[None]] = _nothing_left
+    """Told the id of an experiment that is over: the last moment to end what may be left of it."""
     _contents: OrderedDict[str, CaseContent] = field(default_factory=OrderedDict)
 
     async def content(self, case: Case) -> CaseContent:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
+
+import anyio
 
 from evalpurse.budget.accounts import HoldState
 from evalpurse.runs.lab import Lab
@@ -22,6 +25,9 @@ from evalpurse.runs.schedule import ExperimentRunner, Turn
 from evalpurse.store.records import AttemptRow, ExperimentRow, PlannedRunRow
 
 log = logging.getLogger(__name__)
+
+LOOKS_MAX = 50
+"""Sandboxes that are looked up at a time: hundreds may be alive, each a call to somebody else's service."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +48,13 @@ async def recover(lab: Lab, experiment: ExperimentRow) -> ExperimentRunner:
     """A runner that goes on with an unfinished experiment; every hold that can be is settled first."""
     past = await _past_of(lab, experiment.experiment_id)
     going: dict[str, HoldState] = {}
-    for hold in lab.ledger.open_holds(f"{experiment.experiment_id}."):
+
+    async def settle(hold: HoldState) -> None:
         if not await _settle_on_record(lab, past, hold):
             going[hold.hold_id.rpartition(".")[0]] = hold
-    turns = [await _turn(lab, past, row, going) for row in past.planned if row.run_id not in past.ended]
+
+    await _all([partial(settle, hold) for hold in lab.ledger.open_holds(f"{experiment.experiment_id}.")])
+    turns = await _turns(lab, past, going)
     pending = {turn.planned.run_id: turn for turn in turns if turn.planned.run_id not in going}
     cases = await lab.cases.versions(
         experiment.suite, {(row.case_id, row.case_version) for row in past.planned}
@@ -101,6 +110,41 @@ async def _settle_on_record(lab: Lab, past: _Past, hold: HoldState) -> bool:
     else:
         await lab.ledger.release(hold.hold_id, proof=f"{past.ended[run_id]}: its sandbox was never made")
     return True
+
+
+async def _all(looks: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    """Does them, some at a time; the first failure is raised when all have ended."""
+    limit = anyio.CapacityLimiter(LOOKS_MAX)
+    failures: list[Exception] = []
+
+    async def one(look: Callable[[], Awaitable[None]]) -> None:
+        async with limit:
+            if not failures:
+                try:
+                    await look()
+                except Exception as error:
+                    failures.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        for look in looks:
+            tasks.start_soon(one, look)
+    if failures:
+        raise failures[0]
+
+
+async def _turns(lab: Lab, past: _Past, going: dict[str, HoldState]) -> list[Turn]:
+    """The next attempt of every run without outcome, in the order of the plan."""
+    rows = [row for row in past.planned if row.run_id not in past.ended]
+    found: dict[str, Turn] = {}
+
+    async def look(row: PlannedRunRow) -> None:
+        found[row.run_id] = await _turn(lab, past, row, going)
+
+    await _all([partial(look, row) for row in rows if row.run_id in going])
+    for row in rows:
+        if row.run_id not in found:
+            found[row.run_id] = await _turn(lab, past, row, {})
+    return [found[row.run_id] for row in rows]
 
 
 async def _turn(lab: Lab, past: _Past, row: PlannedRunRow, going: dict[str, HoldState]) -> Turn:

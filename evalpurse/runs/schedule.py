@@ -25,7 +25,14 @@ from evalpurse.budget.money import format_usd
 from evalpurse.runs.attempt import Attempt
 from evalpurse.runs.cases import Case
 from evalpurse.runs.charge import hold_nusd
-from evalpurse.runs.errors import OverlayError, SetupFailedError, SourceError
+from evalpurse.runs.errors import (
+    BackendRefusedError,
+    BadLaunchError,
+    OverlayError,
+    SandboxError,
+    SetupFailedError,
+    SourceError,
+)
 from evalpurse.runs.job import Job
 from evalpurse.runs.lab import Lab
 from evalpurse.runs.outcomes import Outcome
@@ -37,13 +44,18 @@ from evalpurse.store.records import ExperimentRow, ExperimentStatusRow, PlannedR
 
 log = logging.getLogger(__name__)
 
-STOP_SLACK_S = 30.0
-"""Time a sandbox may live beyond harness and graders: its start, the collection, its end."""
+RESTORE_SLACK_S = 300.0
+"""Further time for what is started or restored in a sandbox before its harness."""
 
 
 def limits_of(case: Case, variant: Variant) -> Limits:
     """What an attempt may use: the case's timeout, unless the variant sets its own."""
-    return Limits(timeout_s=variant.spec.timeout_s or case.timeout_s, grade_timeout_s=case.grade_timeout_s)
+    machine, limits = variant.spec.machine, Limits()
+    return Limits(
+        timeout_s=variant.spec.timeout_s or case.timeout_s,
+        grade_timeout_s=case.grade_timeout_s,
+        slack_s=limits.slack_s + (RESTORE_SLACK_S if machine.restore or machine.docker else 0.0),
+    )
 
 
 def worst_case_nusd(limits: Limits, nusd_per_second: int, allowance_nusd: int) -> int:
@@ -51,7 +63,7 @@ def worst_case_nusd(limits: Limits, nusd_per_second: int, allowance_nusd: int) -
     return hold_nusd(
         timeout_s=limits.timeout_s,
         grade_timeout_s=limits.grade_timeout_s,
-        slack_s=STOP_SLACK_S,
+        slack_s=limits.slack_s,
         nusd_per_second=nusd_per_second,
         allowance_nusd=allowance_nusd,
     )
@@ -96,6 +108,7 @@ class ExperimentRunner:
         self.ended = ended
         self._prepared: dict[str, Prepared] = {}
         self._broken: dict[str, str] = {}
+        self._refused: BackendRefusedError | None = None
         self._slot = anyio.CapacityLimiter(experiment.max_parallel)
         self._scope = anyio.CancelScope()
         self._wake = anyio.Event()
@@ -199,6 +212,8 @@ class ExperimentRunner:
                     if self._cancel_reason is not None:
                         status, reason = "cancelled", self._cancel_reason
                         await self._end_rest(Outcome.CANCELLED, self._cancel_reason)
+                    elif self._refused is not None:
+                        status, reason = "failed", str(self._refused)
                     await self._close(status, reason)
         finally:
             self.finished.set()
@@ -229,7 +244,10 @@ class ExperimentRunner:
                 self._prepared[name] = await self._lab.variants.prepare(
                     self._variants[name], self._lab.backend
                 )
-            except (SourceError, OverlayError, SetupFailedError) as error:
+            except BackendRefusedError as error:
+                self._refuse(error)
+                return
+            except (SourceError, OverlayError, SetupFailedError, SandboxError, BadLaunchError) as error:
                 log.warning("variant %s of %s: %s", name, self.experiment_id, error)
                 self._broken[name] = str(error)
 
@@ -237,7 +255,10 @@ class ExperimentRunner:
         in_flight_max = 2 * self.experiment.max_parallel + 64
         while True:
             self._wake = anyio.Event()
-            await self._lab.until_written(self.hold_what_fits)
+            if self._refused is None:
+                await self._lab.until_written(self.hold_what_fits)
+            elif await self._drop_unstarted():
+                return
             while self._ready and len(self._live) < in_flight_max:
                 turn = self._ready.popleft()
                 self._live.add(turn.planned.run_id)
@@ -253,6 +274,23 @@ class ExperimentRunner:
                 continue
             await self._wake.wait()
 
+    def _refuse(self, error: BackendRefusedError) -> None:
+        """Nothing that is not running may try any more; what runs goes on to its end. The first one counts."""
+        if self._refused is None:
+            log.error("experiment %s: %s", self.experiment_id, error)
+            self._refused = error
+
+    async def _drop_unstarted(self) -> bool:
+        """Ends what has not begun, after a refusal; tells whether nothing is running either."""
+        outcome, reason = self._why_not_started()
+        self._pending.clear()
+        adopted = [turn for turn in self._ready if turn.adopted is not None]
+        self._ready = deque(adopted)
+        kept = self._live | {turn.planned.run_id for turn in adopted}
+        rest = [turn for run_id, turn in self._open.items() if run_id not in kept]
+        await self._end_unstarted(rest, outcome, reason)
+        return not self._live and not self._ready
+
     def _money_may_come(self) -> bool:
         """Whether somebody else's held money is what the next block lacks."""
         if self._lab.ledger.frozen_by(self.experiment_id):
@@ -264,6 +302,12 @@ class ExperimentRunner:
             if account.free_nusd + account.held_nusd < need:
                 return False
         return True
+
+    def _why_not_started(self) -> tuple[Outcome, str]:
+        if self._refused is not None:
+            quota = self._refused.facts.get("quota")
+            return Outcome.UNFUNDED if quota else Outcome.INFRA_ERROR, str(self._refused)
+        return Outcome.UNFUNDED, self._why_unfunded()
 
     def _why_unfunded(self) -> str:
         frozen = self._lab.ledger.frozen_by(self.experiment_id)
@@ -295,8 +339,10 @@ class ExperimentRunner:
                 result = await attempt.run(last=last, may_start=self._may_start)
                 if result is None:
                     with anyio.CancelScope(shield=True):
-                        await self._end_unstarted([turn], Outcome.UNFUNDED, self._why_unfunded())
+                        await self._end_unstarted([turn], *self._why_not_started())
                     return
+                if attempt.refused is not None:
+                    self._refuse(attempt.refused)
                 if attempt.recorded is None:
                     turn = Turn(
                         turn.planned,
@@ -334,7 +380,7 @@ class ExperimentRunner:
 
     def _may_start(self) -> bool:
         """Asked when a run's turn has really come: what was held before a freeze must not start after it."""
-        return not self._lab.ledger.frozen_by(self.experiment_id)
+        return self._refused is None and not self._lab.ledger.frozen_by(self.experiment_id)
 
     async def _end_rest(self, outcome: Outcome, reason: str) -> None:
         """Gives every run that has no outcome yet this one; sandboxes that exist are ended and settled."""
@@ -382,6 +428,7 @@ class ExperimentRunner:
 
     async def _close(self, status: str, reason: str) -> None:
         await self._lab.events.flush()
+        await self._lab.until_written(partial(self._lab.ended, self.experiment_id))
         await self._lab.until_written(
             lambda: self._lab.ledger.close(f"close:{self.experiment_id}", self.experiment_id, by=Role.AGENT)
         )

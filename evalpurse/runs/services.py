@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import anyio
 
@@ -20,6 +20,7 @@ from evalpurse.runs.experiments import Experiments
 from evalpurse.runs.lab import Lab
 from evalpurse.runs.mirror import Mirror
 from evalpurse.runs.results import Results
+from evalpurse.runs.sandboxes.modal_backend import ModalBackend
 from evalpurse.runs.sandboxes.protocol import Backend
 from evalpurse.runs.variants import Variants
 from evalpurse.store.database import Store
@@ -38,6 +39,7 @@ class Services:
     ledger: Ledger
     prices: Prices
     backend: Backend
+    modal: ModalBackend
     cases: Cases
     variants: Variants
     experiments: Experiments
@@ -81,7 +83,16 @@ class Services:
                 events=events,
                 slots=anyio.CapacityLimiter(settings.local_max_parallel),
             )
-            labs = {"local": lab}
+            modal = ModalBackend(home, settings)
+            stack.push_async_callback(modal.close)
+            remote = replace(
+                lab,
+                backend=modal,
+                slots=anyio.CapacityLimiter(settings.modal_max_live),
+                ready=modal.connect,
+                ended=modal.stop_app,
+            )
+            labs = {"local": lab, "modal": remote}
             queries = QueryService(store, home)
             stack.push_async_callback(queries.close)
             mirror = Mirror(store, ledger)
@@ -98,6 +109,7 @@ class Services:
                     ledger,
                     prices,
                     chosen,
+                    modal,
                     cases,
                     variants,
                     experiments,

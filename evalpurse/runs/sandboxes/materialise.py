@@ -190,7 +190,7 @@ def write_files(folder: str, files: Mapping[str, bytes]) -> None:
     """
     made: set[str] = set()
     for name, content in files.items():
-        path = _checked_path(name)
+        path = checked_path(name)
         parent = path.rpartition("/")[0]
         if parent and parent not in made:
             os.makedirs(f"{folder}/{parent}", mode=0o700, exist_ok=True)
@@ -198,7 +198,7 @@ def write_files(folder: str, files: Mapping[str, bytes]) -> None:
         write_file(f"{folder}/{path}", content)
 
 
-def _checked_path(name: str) -> str:
+def checked_path(name: str) -> str:
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\0" in name:
         raise SandboxError(f"File path {name!r} is not a relative path inside its folder.")

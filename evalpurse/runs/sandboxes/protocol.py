@@ -19,10 +19,15 @@ Network = Literal["blocked", "open"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What one attempt may use. Sizes are bytes, times seconds; `timeout_s` is wall clock of the harness."""
+    """What one attempt may use. Sizes are bytes, times seconds; `timeout_s` is wall clock of the harness.
+
+    `slack_s` is how long its sandbox may live beyond harness and graders: its start, what is restored in it,
+    the collection, its end.
+    """
 
     timeout_s: float = 600.0
     grade_timeout_s: float = 120.0
+    slack_s: float = 30.0
     cpu_s: float = 3600.0
     memory_bytes: int = 4 << 30
     processes: int = 256
@@ -223,6 +228,7 @@ class Backend(Protocol):
 
         Raises:
             SandboxError: an infrastructure failure; nothing is left behind.
+            BackendRefusedError: no further attempt would do better; nothing is left behind.
         """
 
     async def find(self, name: str) -> Sandbox | None:
