@@ -57,6 +57,7 @@ class Bench:
         params: Mapping[str, Any] | None = None,
         network: Literal["blocked", "open"] = "blocked",
         tags: Mapping[str, str] | None = None,
+        machine: Machine | None = None,
     ) -> SandboxSpec:
         """`command`: arguments, or a Python program as text."""
         return SandboxSpec(
@@ -71,6 +72,7 @@ class Bench:
             network=network,
             limits=limits or Limits(timeout_s=20),
             allowance_usd="0.10",
+            machine=machine or Machine(),
         )
 
     async def create(self, command: Sequence[str] | str, **settings: Any) -> LocalSandbox:
