@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from evalpurse.home import Home
-from evalpurse.server import cli, doctor
+from evalpurse.runs.sandboxes.secret_values import modal_secret_name
+from evalpurse.server import cli, doctor, doctor_modal
 from evalpurse.server.tokens import make_tokens
+from tests.fake_modal import FakeModal, client_environment
 
 
 def _check(home: Home, name: str) -> doctor.Check:
@@ -98,3 +100,59 @@ def test_a_sound_ledger_is_told_from_a_damaged_one(home: Home) -> None:
     home.ledger_file.write_bytes(b"x" * 5000)
     check = _check(home, "data")
     assert (check.state, "file is not a database" in check.found) == ("fail", True)
+
+
+def _modal_checks(home: Home) -> dict[str, doctor.Check]:
+    return {check.name: check for check in doctor_modal.examine(home)}
+
+
+def _signed_in(home: Home) -> None:
+    (home.path / "modal.toml").write_text("token_id = 'ak-fake'\ntoken_secret = 'as-fake'\n")
+
+
+def test_modal_that_works_is_told_with_its_price(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("modal")
+    _signed_in(home)
+    with FakeModal() as fake, client_environment(fake):
+        checks = _modal_checks(home)
+        assert {check.state for check in checks.values()} == {"ok"}
+        assert list(checks) == [
+            f"modal {what}"
+            for what in ("package", "credentials", "token", "environment", "volumes", "rates", "secrets")
+        ]
+        assert checks["modal credentials"].found == str(home.path / "modal.toml")
+        assert checks["modal rates"].found == "1 cores and 2048 MiB cost $0.1899 an hour"
+        assert cli.main(["doctor", "--modal", "--json", "--home", str(home.path)]) == 0
+        assert "modal token" in capsys.readouterr().out
+        assert not (home.path / "identity").exists(), "it changes nothing"
+
+
+def test_each_thing_that_modal_lacks_is_told_with_its_mending(home: Home) -> None:
+    pytest.importorskip("modal")
+    _signed_in(home)
+    with FakeModal() as fake, client_environment(fake):
+        home.config_file.write_text("modal_environment = 'nowhere'\n")
+        check = _modal_checks(home)["modal environment"]
+        assert (check.state, "modal environment create nowhere" in check.mend) == ("fail", True)
+        home.config_file.write_text("synced_secrets = ['API_KEY', 'DB=prod/db']\n")
+        fake.put_secret(modal_secret_name(home.identity(), "DB"), {"DB": "x"})
+        check = _modal_checks(home)["modal secrets"]
+        assert (check.state, check.found) == ("warn", "not in Modal: API_KEY")
+        assert check.mend == "evalpurse secrets sync"
+        fake.fail("WorkspaceBillingRates", "PERMISSION_DENIED", message="not on this plan")
+        check = _modal_checks(home)["modal rates"]
+        assert (check.state, "not on this plan" in check.found) == ("warn", True)
+        fake.fail("VolumeList", "PERMISSION_DENIED", message="no volumes for you")
+        assert _modal_checks(home)["modal volumes"].state == "fail"
+        fake.expire_token()
+        checks = _modal_checks(home)
+        assert (checks["modal token"].state, list(checks)[-1]) == ("fail", "modal token")
+        assert checks["modal token"].mend
+        (home.path / "modal.toml").write_text("token_id = 'ak-fake'\n")
+        assert _modal_checks(home)["modal credentials"].state == "fail"
+
+
+def test_without_the_package_only_that_is_told(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "modal", None)
+    [check] = doctor_modal.examine(home)
+    assert (check.state, "pip install" in check.mend) == ("fail", True)

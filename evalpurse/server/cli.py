@@ -79,7 +79,8 @@ def parser(verbs: Sequence[Verb]) -> argparse.ArgumentParser:
     logs = _add(daemon, "logs", "the daemon's log", _daemon_logs, shared)
     logs.add_argument("-f", "--follow", action="store_true", help="go on as it grows")
     logs.add_argument("-n", "--lines", type=int, default=100, help="lines from the end to begin with (100)")
-    _add(commands, "doctor", "check this machine and say how to mend it", _doctor, shared)
+    doctor = _add(commands, "doctor", "check this machine and say how to mend it", _doctor, shared)
+    doctor.add_argument("--modal", action="store_true", help="also ask Modal: token, environment, rates")
     _add(commands, "version", "the version of this client", _version, shared)
     for verb in verbs:
         _add_verb(groups, verb, shared)
@@ -178,6 +179,10 @@ def _doctor(options: argparse.Namespace) -> int:
     from evalpurse.server import doctor
 
     checks = doctor.examine(home_of(options))
+    if options.modal:
+        from evalpurse.server import doctor_modal
+
+        checks += doctor_modal.examine(home_of(options))
     show(options, doctor.facts(checks), doctor.text(checks))
     return FAILED if any(check.state == "fail" for check in checks) else OK
 
@@ -192,7 +197,7 @@ def _run_verb(verb: Verb, options: argparse.Namespace) -> int:
 
     facts, text = carry_out(verb, options, home_of(options), launch_of(options))
     show(options, facts, text)
-    return OK
+    return FAILED if verb.failed is not None and verb.failed(facts) else OK
 
 
 def _fail(error: EvalpurseError, *, as_json: bool) -> int:

@@ -241,12 +241,15 @@ def _data(home: Home) -> Check:
     return Check("data", "ok", sizes)
 
 
-def _modal(_home: Home) -> Check:
-    path = Path.home() / ".modal.toml"
-    if path.exists():
-        return Check("modal", "ok", f"{path} is there")
+def _modal(home: Home) -> Check:
+    for path in (home.path / "modal.toml", Path.home() / ".modal.toml"):
+        if path.exists():
+            return Check("modal", "ok", f"{path} is there; --modal asks Modal itself")
     return Check(
-        "modal", "warn", "no ~/.modal.toml", "For Modal sandboxes: pip install modal, then modal setup."
+        "modal",
+        "warn",
+        "no credentials (~/.modal.toml)",
+        "For Modal sandboxes: pip install 'evalpurse[modal]', then modal setup.",
     )
 
 
