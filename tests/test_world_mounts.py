@@ -6,17 +6,23 @@ import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
+from evalpurse.budget.accounts import Role
+from evalpurse.config import Settings
 from evalpurse.home import Home
 from evalpurse.runs.errors import BackendRefusedError, SandboxError, SetupFailedError
 from evalpurse.runs.outcomes import Outcome, outcome_of_end
 from evalpurse.runs.sandboxes.protocol import EndReason, Machine
 from evalpurse.runs.sandboxes.world_files import WorldFiles
+from evalpurse.runs.services import Services
+from evalpurse.runs.variants import VariantSpec
+from tests.lab_fixtures import furnish, make_repository, request
 from tests.sandbox_kit import ISOLATIONS, Bench, bench_in, tight, write_in
 
 pytestmark = pytest.mark.anyio
@@ -204,6 +210,33 @@ async def test_another_daemon_follows_a_run_that_is_being_restored(bench: Bench,
 def ran_in(source: Path) -> bool:
     assert (source / "harness.txt").exists()
     return (source / "ran").exists()
+
+
+async def test_an_experiment_runs_in_its_world_and_retries_a_failed_restore(
+    home: Home, tmp_path: Path
+) -> None:
+    write_in(tmp_path / "w", {"answer": "42"})
+    flag = tmp_path / "failed-once"
+    repository = make_repository(tmp_path / "repo")
+    settings = replace(Settings(), local_isolation="off", infra_retry_delay_s=0.0)
+    with anyio.fail_after(30):
+        async with Services.open(home, settings) as services:
+            await services.worlds.add(tmp_path / "w", "answers")
+            await furnish(services, repository, cases=2, variants=())
+            for name, restore in (
+                ("base", ['cp "$EVALPURSE_WORLD/answer" restored']),
+                ("new", [f"mkdir {flag} || cp $EVALPURSE_WORLD/answer restored; [ -e restored ]"]),
+            ):
+                run = 'cp restored "$EVALPURSE_OUT/answer.txt"'
+                spec = VariantSpec(name=name, repo=str(repository), run=run, world="answers", restore=restore)
+                await services.variants.create(spec)
+            launched = await services.experiments.launch(request(repeats=1, allowance_nusd=0), by=Role.AGENT)
+            experiment_id = launched.status.experiment_id
+            assert (await services.experiments.wait(experiment_id, 25)).over
+            runs = await services.store.fetch("runs_of", experiment_id=experiment_id)
+    assert [run["outcome"] for run in runs] == ["scored"] * 4
+    assert [run["score"] for run in runs] == [1.0] * 4
+    assert sorted(run["attempts"] for run in runs) == [1, 1, 1, 2]
 
 
 async def _wait(bench: Bench, command: str, **settings: Any) -> tuple[Any, Any]:
