@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("modal")
 
-from evalpurse.home import Home  # noqa: E402 - needs the client that is asked for above
-from tests.fake_modal import FakeApi  # noqa: E402
-from tests.lab_fixtures import make_repository  # noqa: E402
-from tests.modal_lab import fake_modal, furnish, modal_services, rows_of, run_all  # noqa: E402
+from evalpurse.home import Home
+from tests.fake_modal import FakeApi
+from tests.lab_fixtures import make_repository
+from tests.modal_lab import fake_modal, furnish, modal_services, rows_of, run_all
 
 pytestmark = pytest.mark.anyio
 

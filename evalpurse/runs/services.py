@@ -3,10 +3,12 @@ tools, the command line and the pages share."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import anyio
 
@@ -21,8 +23,12 @@ from evalpurse.runs.lab import Lab
 from evalpurse.runs.mirror import Mirror
 from evalpurse.runs.results import Results
 from evalpurse.runs.sandboxes.modal_backend import ModalBackend
+from evalpurse.runs.sandboxes.modal_world import ModalWorlds
 from evalpurse.runs.sandboxes.protocol import Backend
+from evalpurse.runs.sweep import Sweep
 from evalpurse.runs.variants import Variants
+from evalpurse.runs.vault import Vault
+from evalpurse.runs.worlds import Worlds
 from evalpurse.store.database import Store
 from evalpurse.store.query import QueryService
 
@@ -40,11 +46,14 @@ class Services:
     prices: Prices
     backend: Backend
     modal: ModalBackend
+    sweep: Sweep
     cases: Cases
     variants: Variants
     experiments: Experiments
     results: Results
     queries: QueryService
+    vault: Vault
+    worlds: Worlds
 
     async def drain(self) -> None:
         """Starts nothing new and lets go of what runs; sandboxes go on for the next daemon."""
@@ -69,7 +78,8 @@ class Services:
             prices = await Prices.load(home.path / "prices.toml")
             chosen = backend if backend is not None else _local(home, settings)
             stack.push_async_callback(chosen.close)
-            cases, variants, events = Cases(store), Variants(store, home), EventLog(store)
+            worlds = Worlds(store, home)
+            cases, variants, events = Cases(store), Variants(store, home, worlds), EventLog(store)
             lab = Lab(
                 home=home,
                 home_id=home.identity(),
@@ -83,7 +93,7 @@ class Services:
                 events=events,
                 slots=anyio.CapacityLimiter(settings.local_max_parallel),
             )
-            modal = ModalBackend(home, settings)
+            modal = _modal(home, settings, worlds)
             stack.push_async_callback(modal.close)
             remote = replace(
                 lab,
@@ -96,11 +106,15 @@ class Services:
             queries = QueryService(store, home)
             stack.push_async_callback(queries.close)
             mirror = Mirror(store, ledger)
+            vault = Vault(home, settings, store, ledger, functools.partial(_connected, modal))
             async with anyio.create_task_group() as tasks:
                 experiments = Experiments(labs, tasks)
                 tasks.start_soon(events.run)
                 tasks.start_soon(mirror.run)
+                tasks.start_soon(vault.run)
                 await experiments.recover()
+                sweep = Sweep(modal, store, ledger)
+                tasks.start_soon(sweep.keep_sweeping, settings.sweep_every_s)
                 results = Results(lab, experiments)
                 yield cls(
                     home,
@@ -110,17 +124,35 @@ class Services:
                     prices,
                     chosen,
                     modal,
+                    sweep,
                     cases,
                     variants,
                     experiments,
                     results,
                     queries,
+                    vault,
+                    worlds,
                 )
                 await experiments.leave()
                 with anyio.CancelScope(shield=True):
                     await events.flush()
                     await mirror.copy()
                 tasks.cancel_scope.cancel()
+
+
+def _modal(home: Home, settings: Settings, worlds: Worlds) -> ModalBackend:
+    """Connects, and imports `modal`, when the first experiment needs it."""
+    volumes = ModalWorlds(
+        worlds.files, home.identity(), lambda: backend.client, environment=settings.modal_environment
+    )
+    backend = ModalBackend(home, settings, worlds=volumes.volume)
+    return backend
+
+
+async def _connected(backend: ModalBackend) -> Any:
+    """The backend's own client, connected when it is first wanted."""
+    await backend.connect()
+    return backend.client
 
 
 def _local(home: Home, settings: Settings) -> Backend:

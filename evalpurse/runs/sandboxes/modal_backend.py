@@ -67,6 +67,7 @@ class ModalBackend:
         images: Callable[[ModalBackend], ImageMaker] | None = None,
         worlds: WorldVolume | None = None,
     ) -> None:
+        """`images` builds what runs start from, `worlds` gives the volume of a world, by name or digest."""
         self._home = home
         self._home_id = home.identity()
         self._settings = settings
@@ -104,6 +105,16 @@ class ModalBackend:
             raise SandboxError("There is no connection to Modal yet.", hint="Launch again in a moment.")
         return self._client
 
+    @property
+    def connected(self) -> bool:
+        """Whether Modal is in use."""
+        return self._client is not None
+
+    @property
+    def live(self) -> Sequence[ModalSandbox]:
+        """Sandboxes that this process made or found, and has not ended."""
+        return list(self._live.values())
+
     # before anything is made
 
     async def connect(self) -> None:
@@ -126,13 +137,11 @@ class ModalBackend:
         modal = modal_client.load()
         try:
             with anyio.fail_after(modal_client.CONNECT_S):
-                workspace = await modal.Workspace.from_context.aio(client=client)
+                workspace = modal.Workspace.from_context(client=client)
                 hourly = await workspace.billing.rates.aio()
             return Rates.live(dict(hourly))
         except Exception as error:
-            if not is_client_error(error) and not isinstance(
-                error, (TimeoutError, AttributeError, TypeError)
-            ):
+            if not is_client_error(error) and not isinstance(error, TimeoutError):
                 raise
             table = Rates.table()
             log.warning("Modal's rates cannot be read (%s); holds use the %s", error, table.source)
@@ -184,6 +193,8 @@ class ModalBackend:
     ) -> None:
         check_names(env)
         await self.connect()
+        if machine.world:
+            await self._world(machine.world)  # before the fan-out: it may have to be uploaded
         if self._images is None:
             self._images = self._make_images(self) if self._make_images else self._plain_images()
         try:
@@ -264,6 +275,7 @@ class ModalBackend:
         known = Known(
             timeout_s=spec.limits.timeout_s,
             grade_timeout_s=spec.limits.grade_timeout_s,
+            slack_s=spec.limits.slack_s,
             secret_names=sorted(spec.secrets),
             memory_mb=self._sizes(spec.machine)[3],
         )
@@ -378,12 +390,15 @@ class ModalBackend:
         elif spec.network == "blocked":
             arguments["block_network"] = True
         if machine.world:
-            if self._worlds is None:
-                raise SandboxError("Worlds are not available on this backend.")
-            arguments["volumes"] = {WORLD: await self._worlds(machine.world)}
+            arguments["volumes"] = {WORLD: await self._world(machine.world)}
         if machine.docker:
             arguments["readiness_probe"] = self._modal.Probe.with_exec("docker", "info")
         return arguments
+
+    async def _world(self, world: str) -> Any:
+        if self._worlds is None:
+            raise SandboxError("There are no worlds on this backend.")
+        return await self._worlds(world)
 
     @staticmethod
     def _env(spec: SandboxSpec) -> dict[str, str]:
@@ -471,6 +486,24 @@ class ModalBackend:
                     yield name, remote
         except Exception as error:
             raise SandboxError(str(told(error, f"to list sandboxes of {experiment_id}"))) from error
+
+    def uses(self, name: str) -> bool:
+        """Whether this process made or found a sandbox, and has not ended it."""
+        return name in self._live
+
+    async def end(self, name: str, remote: Any) -> None:
+        """Ends a sandbox that `owned` gave.
+
+        Raises:
+            SandboxError: it could not be ended.
+        """
+        try:
+            await remote.terminate.aio()
+            await remote.detach.aio()
+        except Exception as error:
+            if not (is_client_error(error) and meaning_of(error) is Meaning.GONE):
+                raise SandboxError(str(told(error, f"to end sandbox {name}"))) from error
+        await self._forget(name)
 
     async def close(self) -> None:
         client, self._client = self._client, None

@@ -61,8 +61,8 @@ def load() -> ModuleType:
     for name, value in _TUNED.items():
         os.environ.setdefault(name, value)
     try:
-        import modal  # noqa: PLC0415 (heavy, and optional)
-        import modal.exception  # noqa: PLC0415
+        import modal
+        import modal.exception
     except ImportError as error:
         raise BadLaunchError(f"Modal's client cannot be imported ({error}).", hint=HOW_TO_INSTALL) from error
     return modal
@@ -70,7 +70,8 @@ def load() -> ModuleType:
 
 def retry_after_s(error: Exception) -> float | None:
     """How long the server asks to wait before the same call; None when it does not say so."""
-    for detail in getattr(error, "details", None) or ():
+    # Under its private name: the public one warns, because it will go together with the gRPC base class.
+    for detail in getattr(error, "_grpc_details", None) or ():
         after = getattr(detail, "retry_after_secs", None)
         if after is not None:
             return float(after)
@@ -93,7 +94,7 @@ def meaning_of(error: Exception) -> Meaning:
 
 def is_client_error(error: Exception) -> bool:
     """Whether an exception is one that calls of the client end with, and no defect of ours."""
-    import grpclib.exceptions  # noqa: PLC0415 (comes with modal)
+    import grpclib.exceptions
 
     kinds = load().exception
     return isinstance(

@@ -7,6 +7,7 @@ import json
 import math
 import shlex
 import tarfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -65,8 +66,7 @@ def payload_of(spec: SandboxSpec, source: Source) -> bytes:
     if source.tarball is not None:
         parts.append(_Part("run/source.tar", source.tarball.read_bytes()))
     if spec.machine.restore:
-        commands = "\n".join(spec.machine.restore)
-        parts.append(_Part("run/restore.sh", f"set -e\n{commands}\n".encode()))
+        parts.append(_Part("run/restore.sh", _restore(spec.machine.restore).encode()))
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for part in parts:
@@ -74,3 +74,14 @@ def payload_of(spec: SandboxSpec, source: Source) -> bytes:
             entry.size, entry.mode = len(part.content), part.mode
             tar.addfile(entry, io.BytesIO(part.content))
     return buffer.getvalue()
+
+
+def _restore(commands: Sequence[str]) -> str:
+    """A script that runs each command by itself and stops at the first that fails."""
+    lines = []
+    for number, command in enumerate(commands, 1):
+        which = f"restore command {number} of {len(commands)}"
+        lines.append(f"echo {shlex.quote(f'evalpurse: {which}: {command}')}")
+        failed = f'{{ echo "evalpurse: {which} ended with exit code $?"; exit 1; }}'
+        lines.append(f"/bin/sh -c {shlex.quote(command)} </dev/null || {failed}")
+    return "\n".join(lines) + "\n"

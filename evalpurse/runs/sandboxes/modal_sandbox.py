@@ -52,6 +52,7 @@ class Known:
 
     timeout_s: float
     grade_timeout_s: float
+    slack_s: float = Limits.slack_s
     secret_names: Sequence[str] = ()
     memory_mb: int = 0
     before: str = ""
@@ -97,12 +98,21 @@ class ModalSandbox:
         self._on_removed = on_removed
         self._limits = Limits()
         if known is not None:
-            self._limits = Limits(timeout_s=known.timeout_s, grade_timeout_s=known.grade_timeout_s)
+            self._limits = Limits(
+                timeout_s=known.timeout_s, grade_timeout_s=known.grade_timeout_s, slack_s=known.slack_s
+            )
         self._started_s: float | None = None
         self._ended: Ended | None = None
         self._output: Output | None = None
+        self._begun_s: float | None = None
+        self._artifacts_left = False
         self._stopping = False
         self._removed = False
+
+    @property
+    def started(self) -> bool:
+        """Whether this process started its harness."""
+        return self._started_s is not None
 
     # the steps
 
@@ -113,6 +123,11 @@ class ModalSandbox:
         if self._payload is None:
             return  # found again: `wait` sees how far it came
         payload = await self._payload()
+        # Shielded: cut in the middle, it would leave a sandbox that nobody can tell whether it runs.
+        with anyio.CancelScope(shield=True):
+            await self._start(payload)
+
+    async def _start(self, payload: bytes) -> None:
         answer = await self._command(
             ["sh", "-c", scripts.BOOT, "sh", scripts.ROOT],
             stdin=payload,
@@ -137,14 +152,23 @@ class ModalSandbox:
 
     async def wait(self) -> Ended:
         if self._ended is None:
-            now = time.time()
-            started_s = self._started_s if self._started_s is not None else self.created_at.timestamp()
-            left_s = started_s + self._limits.timeout_s + GRACE_S - now
-            self._overdue_s = now + left_s + OVERDUE_S
-            await self._rooms.poller.until(self._look_again, until_s=max(0.0, left_s))
+            due_s = self._launched_s + self._limits.timeout_s + GRACE_S
+            await self._rooms.poller.until(self._look_again, until_s=max(0.0, due_s - time.time()))
         if self._ended is None:
             raise AssertionError("the poller returned without an end")
         return self._ended
+
+    @property
+    def _launched_s(self) -> float:
+        """About when the run's supervisor started: its own word is not needed for that."""
+        return self._started_s if self._started_s is not None else self.created_at.timestamp()
+
+    @property
+    def _overdue(self) -> bool:
+        """Whether it should have been ended in the sandbox by now."""
+        if self._begun_s is not None:
+            return time.time() > self._begun_s + self._limits.timeout_s + GRACE_S + OVERDUE_S
+        return time.time() > self._launched_s + self._limits.timeout_s + self._limits.slack_s
 
     async def stop(self) -> Ended | None:
         if self._ended is None:
@@ -244,8 +268,7 @@ class ModalSandbox:
         return self._known.before if self._known is not None else ""
 
     async def _look_again(self) -> Ended | None:
-        overdue = time.time() > self._overdue_s
-        if await self._look("timeout" if overdue else "-") == "idle":
+        if await self._look("timeout" if self._overdue else "-") == "idle":
             raise SandboxGoneError(f"Sandbox {self.name} was made, and never given what to run.")
         return self._ended
 
@@ -261,7 +284,9 @@ class ModalSandbox:
         words = head.decode(errors="replace").split()
         if words[:1] != ["state"] or len(words) < 2:
             raise SandboxError(f"Sandbox {self.name} answered {head[-500:]!r} to a look.")
-        if words[1] == "ended":
+        if words[1] == "running" and len(words) == 4:
+            self._begun_s = time.time() - (float(words[3]) - float(words[2]))
+        elif words[1] == "ended":
             try:
                 self._output = await anyio.to_thread.run_sync(self._unpack, packed, int(words[8]))
             except (tarfile.TarError, OSError, EOFError) as error:
@@ -271,7 +296,6 @@ class ModalSandbox:
 
     async def _look_for(self, verdict: str, sizes: list[int]) -> bytes | None:
         """The raw answer; without the artifacts when they are too large; None when the sandbox is gone."""
-        limits = self._limits
         while True:
             cap = sum(sizes) + 8 * sizes[-1] + _TAR_ROOM_BYTES
             command = ["sh", "-c", scripts.LOOK, "sh", scripts.ROOT, self.name, verdict, self._before]
@@ -285,7 +309,6 @@ class ModalSandbox:
                         f"The output of sandbox {self.name} is larger than {cap} bytes."
                     ) from None
                 sizes[3] = 0
-                self._limits = limits
                 self._artifacts_left = True
             except SandboxGoneError as error:
                 self._ended = await self._how_it_went(str(error))
@@ -300,9 +323,9 @@ class ModalSandbox:
         try:
             code = await self._remote.poll.aio()
             result = getattr(getattr(self._remote, "_impl", None), "result", None)
-            status = load().sandbox._sandbox.api_pb2.GenericResult.GenericStatus.Name(result.status)
+            status = _status_name(result)
         except Exception as failure:
-            if not is_client_error(failure) and not isinstance(failure, AttributeError):
+            if not is_client_error(failure):
                 raise
         status = status.removeprefix("GENERIC_STATUS_")
         if status == "KERNEL_OOM_KILL":
@@ -328,6 +351,8 @@ class ModalSandbox:
         started_at = moment(begun) if begun != "-" else self.created_at
         ended_at = max(started_at, moment(ended)) if ended != "-" else now
         code = _signed(int(code_text)) if code_text != "-" else None
+        if why == "timeout" and begun == "-":
+            why = "restore"
         reason, detail = self._reason(why, code, int(oom))
         return Ended(reason, code, started_at, ended_at, detail)
 
@@ -340,7 +365,7 @@ class ModalSandbox:
             return EndReason.STOPPED, "It was stopped."
         if why == "restore":
             tail = self._output.log.decode(errors="replace")[-500:].strip() if self._output else ""
-            return EndReason.LOST, f"A restore command failed before the harness: {tail}"
+            return EndReason.LOST, f"A restore command failed or did not end: {tail}"
         if code is None and not oom:
             return EndReason.LOST, "Its supervisor is gone and left no exit status."
         if code is None or oom:
@@ -354,9 +379,6 @@ class ModalSandbox:
         return EndReason.EXITED, ""
 
     # what comes back
-
-    _artifacts_left = False
-    _overdue_s = math.inf
 
     def _unpack(self, packed: bytes, log_size: int) -> Output:
         """Reads the output from a folder of its own, with the same care as one of this machine."""
@@ -467,6 +489,14 @@ class _TooMuchError(Exception):
 def _signed(code: int) -> int:
     """A shell's exit code with signals as negative numbers."""
     return 128 - code if 128 < code <= 192 else code
+
+
+def _status_name(result: Any) -> str:
+    """The finer status of an ended sandbox, which the client keeps in a private place; empty if it moved."""
+    from modal_proto import api_pb2
+
+    status = getattr(result, "status", None)
+    return "" if not status else api_pb2.GenericResult.GenericStatus.Name(status)
 
 
 def _inside(name: str) -> bool:

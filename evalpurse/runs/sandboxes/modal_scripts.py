@@ -46,9 +46,9 @@ export EVALPURSE_CASE=$root/case EVALPURSE_OUT=$root/out EVALPURSE_PARAMS=$root/
 cd "$root/source"
 note() { echo "$2" >"$run/$1.new" && mv "$run/$1.new" "$run/$1"; }
 if [ -f "$run/restore.sh" ]; then
-  sh "$run/restore.sh" >"$run/restore.log" 2>&1 </dev/null || {
-    note verdict "restore"; read -r up _ </proc/uptime
-    note begun "$$ $up"; note ended "1 $up"; exit 0; }
+  sh "$run/restore.sh" >"$run/log" 2>&1 </dev/null || {
+    [ -f "$run/verdict" ] || note verdict restore
+    read -r up _ </proc/uptime; note ended "1 $up"; exit 0; }
 fi
 EVALPURSE_DEADLINE=$(date -u -d "@$(($(date +%s) + whole_s))" +%Y-%m-%dT%H:%M:%SZ); export EVALPURSE_DEADLINE
 read -r up _ </proc/uptime
@@ -57,7 +57,7 @@ if command -v setsid >/dev/null 2>&1; then new=setsid; group=-; else new=; group
 (
   { echo 1000 >/proc/self/oom_score_adj; } 2>/dev/null
   { ulimit -c 0; ulimit -S -t "$cpu_soft"; ulimit -H -t "$cpu_hard"; ulimit -f "$file_blocks"; } 2>/dev/null
-  exec $new sh "$run/command.sh" </dev/null >"$run/log" 2>&1
+  exec $new sh "$run/command.sh" </dev/null >>"$run/log" 2>&1
 ) & child=$!
 (
   sleep "$timeout_s"; note verdict timeout
@@ -126,7 +126,7 @@ if [ ! -f "$run/ended" ]; then
     while [ ! -f "$run/ended" ] && [ $n -lt 40 ]; do sleep 0.05; n=$((n + 1)); done
     spare=
   elif kill -0 "$pid" 2>/dev/null; then
-    echo "state running $begun"; exit 0
+    read -r up _ </proc/uptime; echo "state running $begun $up"; exit 0
   else
     sleep 0.2
   fi
@@ -153,7 +153,6 @@ if [ -d "$root/out" ] && [ ! -L "$root/out" ]; then
   cut metrics.json $2; cut transcript.jsonl $3
 fi
 size=0
-[ "$why" = restore ] && [ -f "$run/restore.log" ] && mv -f "$run/restore.log" "$run/log"
 if [ -f "$run/log" ] && [ ! -L "$run/log" ]; then
   size=$(($(wc -c <"$run/log")))
   if [ "$size" -le "$logs" ]; then head -c "$logs" "$run/log" >"$run/leave/log.head"
