@@ -88,6 +88,7 @@ def test_secrets_smoke_and_sandboxes_by_hand(bed: Bed) -> None:
     assert "charged of" in done.stdout
     assert bed.fake.sandboxes(running=True) == []
     assert bed.answer("sandboxes", "list") == {"sandboxes": []}
+    assert bed.answer("sandboxes", "sweep") == {"ended": [], "kept": 0}
 
     vault.write_text("sk-value-of-the-key is not JSON")
     failed = bed.run("secrets", "sync")

@@ -54,10 +54,15 @@ def register(control: Registry, ready: Ready) -> None:
             raise BadParametersError(f"backend is {backend!r}; it can be 'local' or 'modal'.")
         return {"sandboxes": await _sandboxes(await ready(), backend)}
 
+    async def sweep(_params: dict[str, Any], _session: Session) -> dict[str, Any]:
+        swept = await (await ready()).sweep.sweep()
+        return {"ended": list(swept.ended), "kept": swept.kept}
+
     control.register("secrets.sync", "owner", sync)
     control.register("secrets.syncs", "viewer", syncs)
     control.register("smoke.modal", "owner", smoke)
     control.register("sandboxes.list", "viewer", sandboxes)
+    control.register("sandboxes.sweep", "agent", sweep)
 
 
 async def _sandboxes(services: Services, backend: str) -> list[dict[str, Any]]:

@@ -58,3 +58,10 @@ def sandboxes(facts: dict[str, Any]) -> str:
         return "There are none."
     rows = [[s["sandbox"], s["backend"], "yes" if s["held"] else "no"] for s in facts["sandboxes"]]
     return table(["sandbox", "backend", "held"], rows)
+
+
+def swept(facts: dict[str, Any]) -> str:
+    """What was ended, and what was left alone."""
+    ended = facts["ended"]
+    kept = f"{facts['kept']} belong to attempts under way."
+    return "\n".join([f"{len(ended)} sandboxes of no attempt were ended; {kept}", *ended])

@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from evalpurse.server import show, skill
+from evalpurse.server import show, show_modal, show_worlds, skill
 from evalpurse.server.given import json_object, json_values, text_of
 from evalpurse.server.secret_files import list_secrets, set_secret
 
@@ -32,7 +33,8 @@ class Verb:
     """One verb: `words` are what a person types; `tool`, `method` or `local` what is done.
 
     `confirm` is the question that a person answers before anything is asked of the daemon. A tool with
-    `until` is called again until it holds for the answer, and what it reports on its way is shown.
+    `until` is called again until it holds for the answer, and what it reports on its way is shown. An answer
+    for which `failed` holds ends the command with exit code 1.
     """
 
     words: tuple[str, ...]
@@ -47,6 +49,7 @@ class Verb:
     show: Show | None = None
     until: Callable[[dict[str, Any]], bool] | None = None
     confirm: Callable[[argparse.Namespace], str] | None = None
+    failed: Callable[[dict[str, Any]], bool] | None = None
 
 
 def _option(*flags: str, **settings: Any) -> Option:
@@ -78,10 +81,17 @@ def _launch_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "case_ids",
         "max_parallel",
         "account",
+        "backend",
         "reuse",
         "dry_run",
     )
     return _named(*names)(options)
+
+
+_MACHINE = (
+    *("image", "dockerfile", "cpu", "cpu_limit", "memory_mb", "memory_limit_mb", "gpu", "region", "runtime"),
+    *("docker", "allow_domains", "world", "restore"),
+)
 
 
 def _variant_arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -97,6 +107,7 @@ def _variant_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "parent",
         "description",
         "timeout_s",
+        *_MACHINE,
     )(options)
     given["run"] = given.pop("run_command")
     if options.params is not None:
@@ -154,6 +165,19 @@ VERBS: tuple[Verb, ...] = (
             _option("--parent", help="variant it was derived from"),
             _option("--description", help="what was changed and why"),
             _option("--timeout-s", type=float, help="overrides the timeout of the cases"),
+            _option("--image", help="image in a registry to run in (Modal)"),
+            _option("--dockerfile", help="file of the repository to build the image from (Modal)"),
+            _option("--cpu", type=float, help="cores asked for (Modal)"),
+            _option("--cpu-limit", type=float, help="cores it may ever use (those asked for)"),
+            _option("--memory-mb", type=int, help="MiB asked for (Modal)"),
+            _option("--memory-limit-mb", type=int, help="MiB it may ever use (those asked for)"),
+            _option("--gpu", help="GPU of its sandboxes, such as T4 or H100:2 (Modal)"),
+            _option("--region", help="where its sandboxes are (Modal; costs more)"),
+            _option("--runtime", choices=["gvisor", "vm"], help="kind of sandbox (Modal chooses)"),
+            _option("--docker", action="store_true", default=None, help="start dockerd; needs --runtime vm"),
+            _option("--allow-domain", dest="allow_domains", action="append", help="may be reached; repeat"),
+            _option("--world", help="name or digest of the world it runs in"),
+            _option("--restore", action="append", help="command before the harness; may be repeated"),
         ),
         tool="create_variant",
         arguments=_variant_arguments,
@@ -187,6 +211,7 @@ VERBS: tuple[Verb, ...] = (
             _option("--case", dest="case_ids", action="append", help="only this case; may be repeated"),
             _option("--parallel", dest="max_parallel", type=int, help="runs at once"),
             _option("--account", help="purse to spend from (workspace)"),
+            _option("--backend", choices=["local", "modal"], help="where the runs are (local)"),
             _option(
                 "--no-reuse",
                 dest="reuse",
@@ -376,6 +401,89 @@ VERBS: tuple[Verb, ...] = (
         "names of the secrets that are kept",
         local=list_secrets,
         show=lambda facts: "\n".join(facts["names"]) or "There are none.",
+    ),
+    Verb(
+        ("secrets", "sync"),
+        "owner: copy the secrets named in config.toml from the vault into the home folder and Modal",
+        method="secrets.sync",
+        role="owner",
+        show=show_modal.synced,
+    ),
+    Verb(
+        ("secrets", "history"),
+        "when secrets were synced, and which",
+        method="secrets.syncs",
+        role="viewer",
+        show=show_modal.syncs,
+    ),
+    Verb(
+        ("world", "add"),
+        "owner: keep a folder as a world that runs start from",
+        (
+            _option("folder", metavar="DIR", help="the folder; it is read once and not needed afterwards"),
+            _option("--name", required=True, help="the world's name; it stands for these files for ever"),
+        ),
+        method="world.add",
+        role="owner",
+        arguments=lambda options: {
+            "folder": str(Path(options.folder).expanduser().absolute()),
+            "name": options.name,
+        },
+        show=show_worlds.added,
+    ),
+    Verb(
+        ("world", "list"),
+        "worlds, oldest first",
+        method="world.list",
+        role="viewer",
+        show=show_worlds.listed,
+    ),
+    Verb(
+        ("world", "show"),
+        "what is in a world",
+        (_option("world", help="name or digest"),),
+        method="world.show",
+        role="viewer",
+        arguments=_named("world"),
+        show=show_worlds.shown,
+    ),
+    Verb(
+        ("world", "verify"),
+        "read every file of a world and compare it with its digest",
+        (_option("world", help="name or digest"),),
+        method="world.verify",
+        role="agent",
+        arguments=_named("world"),
+        show=show_worlds.verified,
+        failed=lambda facts: not facts["intact"],
+    ),
+    Verb(
+        ("sandboxes", "list"),
+        "sandboxes that are there now",
+        (_option("--backend", choices=["local", "modal"], help="only these"),),
+        method="sandboxes.list",
+        role="viewer",
+        arguments=_named("backend"),
+        show=show_modal.sandboxes,
+    ),
+    Verb(
+        ("sandboxes", "sweep"),
+        "end sandboxes of this home folder on Modal that belong to no attempt any more",
+        method="sandboxes.sweep",
+        show=show_modal.swept,
+    ),
+    Verb(
+        ("smoke",),
+        "owner: try everything that runs need on a real account, for cents, and leave nothing there",
+        (
+            _option("--modal", action="store_true", required=True, help="the account to try"),
+            _option("--max-usd", default="0.50", help="dollars it may cost at most (0.50)"),
+        ),
+        method="smoke.modal",
+        role="owner",
+        arguments=lambda options: {"max_usd": options.max_usd},
+        show=show_modal.smoke,
+        failed=lambda facts: not facts["ok"],
     ),
     Verb(
         ("skill", "install"),
