@@ -323,6 +323,50 @@ async def test_a_sandbox_on_modal_sees_the_world_and_cannot_change_it(home: Home
         await sandbox.detach.aio()
 
 
+async def test_an_experiment_on_modal_runs_and_is_graded_in_its_world(home: Home, tmp_path: Path) -> None:
+    pytest.importorskip("modal")
+    from tests import modal_lab
+
+    write_in(tmp_path / "w", {"answer": "42", "deep/er/note": "kept"})
+    grader = {"type": "command", "command": 'diff "$EVALPURSE_WORLD/answer" "$EVALPURSE_OUT/answer.txt"'}
+    run = 'cat restored; echo x >"$EVALPURSE_WORLD/answer"; cp restored "$EVALPURSE_OUT/answer.txt"'
+    with anyio.fail_after(60):
+        async with modal_lab.fake_modal() as fake, modal_lab.modal_services(home) as services:
+            await services.worlds.add(tmp_path / "w", "answers")
+            await modal_lab.furnish(
+                services,
+                make_repository(tmp_path / "repo"),
+                run=run,
+                case_changes={"graders": [grader]},
+                world="answers",
+                restore=['cp "$EVALPURSE_WORLD/answer" restored', "ls $EVALPURSE_WORLD/deep/er"],
+            )
+            status = await modal_lab.run_all(services)
+            rows = await modal_lab.rows_of(services, status.experiment_id)
+            log = services.store.blobs.get(rows[0]["log_blob"])
+            assert fake.volumes()["names"] == [f"evalpurse-worlds-{home.identity()}"]
+    assert [(row["outcome"], row["score"]) for row in rows] == [("scored", 1.0)] * 4, rows[0]["error"]
+    assert b"note" in log
+    assert b"Read-only file system" in log
+
+
+async def test_a_restore_that_fails_on_modal_is_an_infrastructure_failure(home: Home, tmp_path: Path) -> None:
+    pytest.importorskip("modal")
+    from tests import modal_lab
+
+    with anyio.fail_after(60):
+        async with modal_lab.fake_modal(), modal_lab.modal_services(home, infra_retries=1) as services:
+            await modal_lab.furnish(
+                services, make_repository(tmp_path / "repo"), cases=1, restore=["echo no table; exit 3"]
+            )
+            status = await modal_lab.run_all(services)
+            rows = await modal_lab.rows_of(services, status.experiment_id)
+    assert [(row["outcome"], row["attempts"], row["counted"]) for row in rows] == [
+        ("infra_error", 2, False)
+    ] * 2
+    assert "no table" in rows[0]["error"]
+
+
 async def test_an_upload_that_failed_goes_on_where_it_was(
     home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,9 +181,10 @@ mkdir "$folder" "$folder/work" "$folder/tmp" "$folder/back" && tar -xf - -C "$fo
 if command -v setsid >/dev/null 2>&1; then new=setsid; group=-; else new=; group=; fi
 (
   cd "$folder/work" || exit 1
+  world=; [ -d "$root/world" ] && world=EVALPURSE_WORLD=$root/world
   exec env -i PATH="$PATH" HOME="$folder/tmp" TMPDIR="$folder/tmp" LANG=C.UTF-8 EVALPURSE_RUN="$name" \
     EVALPURSE_GRADER="$folder/work" EVALPURSE_SOURCE="$root/source" EVALPURSE_OUT="$root/out" \
-    EVALPURSE_CASE="$root/case" $new "$@" </dev/null >"$folder/log" 2>&1
+    EVALPURSE_CASE="$root/case" ${world:+"$world"} $new "$@" </dev/null >"$folder/log" 2>&1
 ) & child=$!
 ( sleep "$timeout"; : >"$folder/late"; kill -KILL "$group$child" ) </dev/null >/dev/null 2>&1 & watch=$!
 wait $child; code=$?
