@@ -180,9 +180,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     checks = doctor.examine(home_of(options))
     if options.modal:
-        from evalpurse.server import doctor_modal
-
-        checks += doctor_modal.examine(home_of(options))
+        checks += doctor.examine_modal(home_of(options))
     show(options, doctor.facts(checks), doctor.text(checks))
     return FAILED if any(check.state == "fail" for check in checks) else OK
 

@@ -8,6 +8,7 @@ only.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import socket
@@ -33,6 +34,7 @@ PYTHON_MIN = (3, 11)
 DISK_FREE_FAIL_BYTES = 500 << 20
 DISK_FREE_WARN_BYTES = 5 << 30
 PROGRAM_TIMEOUT_S = 10.0
+MODAL_TIMEOUT_S = 180.0
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 # As the local sandboxes isolate: a read-only root, no network, no view of other processes.
@@ -59,6 +61,23 @@ def examine(home: Home) -> list[Check]:
         *(_modal, _node, _browser),
     ]
     return [_examine(look, home) for look in looks]
+
+
+def examine_modal(home: Home) -> list[Check]:
+    """What of a Modal account works from here; asked by a process of its own, which loads the client."""
+    command = [sys.executable, "-m", "evalpurse.server.doctor_modal", str(home.path)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, check=False, timeout=MODAL_TIMEOUT_S, stdin=subprocess.DEVNULL
+        )
+        return [Check(**facts) for facts in json.loads(done.stdout)]
+    except subprocess.TimeoutExpired:
+        return [Check("modal", "fail", f"no answer within {MODAL_TIMEOUT_S:g} s", "Look at the network.")]
+    except ValueError:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return [
+            Check("modal", "fail", f"could not be examined: {' '.join(last)}", "Install evalpurse[modal].")
+        ]
 
 
 def _examine(look: Callable[[Home], Check], home: Home) -> Check:

@@ -1,15 +1,22 @@
 """`evalpurse doctor --modal`: what of a Modal account works from here, and how to mend what does not.
 
-It reads and changes nothing: `evalpurse smoke --modal` is what tries sandboxes. Needs the client, unlike
-`doctor` itself.
+It reads and changes nothing: `evalpurse smoke --modal` is what tries sandboxes. Loads the client, so `doctor`
+runs it as a process of its own, which prints its checks as JSON.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
+
+import anyio
 
 from evalpurse.config import Settings
 from evalpurse.errors import EvalpurseError
@@ -23,8 +30,6 @@ SMOKE = "Then try sandboxes with: evalpurse smoke --modal --max-usd 0.50"
 
 def examine(home: Home) -> list[Check]:
     """All checks in order; what stands on one that failed is not tried."""
-    import anyio
-
     package = _package()
     if package.state == "fail":
         return [package]
@@ -81,8 +86,6 @@ async def _step(
     home: Home,
     settings: Settings,
 ) -> Check:
-    import anyio
-
     from evalpurse.runs.sandboxes.modal_client import is_client_error
 
     try:
@@ -99,8 +102,6 @@ async def _step(
 
 def _where(home: Home) -> str:
     """Where the credentials come from, by the order in which `credentials` looks."""
-    import os
-
     from evalpurse.runs.sandboxes.modal_client import load
 
     file = home.path / "modal.toml"
@@ -184,3 +185,7 @@ async def _secrets(client: Any, home: Home, settings: Settings) -> Check:
     if not wanted:
         return Check("modal secrets", "ok", f"can be listed; none is named in synced_secrets. {SMOKE}")
     return Check("modal secrets", "ok", f"{', '.join(wanted)} are in Modal. {SMOKE}")
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(check) for check in examine(Home(Path(sys.argv[1])))]))
