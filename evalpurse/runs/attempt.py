@@ -46,18 +46,20 @@ class Attempt:
         *,
         adopted: Sandbox | None,
         leaving: Callable[[], bool],
+        on_refused: Callable[[BackendRefusedError], None],
     ) -> None:
+        """`on_refused` is told, before anybody else's turn comes, that no attempt on this backend will do."""
         self._lab = lab
         self._job = job
         self._slot = slot
         self._leaving = leaving
+        self._on_refused = on_refused
+        self._refused = False
         self._sandbox = adopted
         self._intended = False
         self._intended_at = datetime.now(UTC)
         self.recorded: Outcome | None = None
         """The run's outcome, once its row is durable."""
-        self.refused: BackendRefusedError | None = None
-        """Why no other attempt on this backend will do better, if it said so."""
 
     async def run(self, *, last: bool, may_start: Callable[[], bool]) -> Result | None:
         """Runs the job to its recorded, settled end; None when its turn came and it might not start any more.
@@ -77,7 +79,7 @@ class Attempt:
                     await self.abandon(Outcome.CANCELLED, "Cancelled.")
             raise
         with anyio.CancelScope(shield=True):
-            last = last or self.refused is not None
+            last = last or self._refused
             await self._conclude(result, final=last or not TREATMENTS[result.outcome].retried)
         return result
 
@@ -96,7 +98,8 @@ class Attempt:
             output = await sandbox.get() if ended.reason is not EndReason.LOST else None
             return await self._judge(sandbox, ended, output)
         except BackendRefusedError as error:
-            self.refused = error
+            self._refused = True
+            self._on_refused(error)
             return await self._infra_error(str(error))
         except SandboxError as error:
             return await self._infra_error(str(error))

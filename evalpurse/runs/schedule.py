@@ -341,8 +341,6 @@ class ExperimentRunner:
                     with anyio.CancelScope(shield=True):
                         await self._end_unstarted([turn], *self._why_not_started())
                     return
-                if attempt.refused is not None:
-                    self._refuse(attempt.refused)
                 if attempt.recorded is None:
                     turn = Turn(
                         turn.planned,
@@ -467,4 +465,11 @@ class ExperimentRunner:
             number=turn.number,
             charged_before_nusd=turn.charged_before_nusd,
         )
-        return Attempt(self._lab, job, self._slot, adopted=turn.adopted, leaving=lambda: self._leaving)
+        return Attempt(
+            self._lab,
+            job,
+            self._slot,
+            adopted=turn.adopted,
+            leaving=lambda: self._leaving,
+            on_refused=self._refuse,
+        )

@@ -119,12 +119,12 @@ def told(error: Exception, doing: str) -> EvalpurseError:
     kinds = load().exception
     if isinstance(error, (kinds.AuthError, kinds.PermissionDeniedError)):
         return BackendRefusedError(
-            f"Modal does not accept the token for {what}",
+            f"Modal does not allow this token {what}",
             hint="Make a new one with `modal token new` and start the daemon again.",
             quota=False,
         )
     if meaning is Meaning.REFUSED:
-        return BackendRefusedError(f"Modal refused {what}", hint="Change the variant.", quota=False)
+        return BackendRefusedError(f"Modal refused {what}", hint="No repetition helps: change the variant or its case.", quota=False)
     return SandboxError(f"Modal failed {what}")
 
 
