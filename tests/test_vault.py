@@ -237,6 +237,26 @@ async def test_the_schedule_syncs_and_outlives_a_failure(bed: Bed, caplog: pytes
             tasks.cancel_scope.cancel()
 
 
+async def test_a_sync_that_came_due_while_no_daemon_ran_is_done_at_once_and_no_other(bed: Bed) -> None:
+    bed.put(API_KEY=OLD)
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(bed.vault(secrets_sync_every_s=3600.0).run)
+            while present_value(bed.home, "API_KEY") != OLD:  # noqa: ASYNC110 - a file has no event
+                await anyio.sleep(0.01)
+            while not await bed.events():  # noqa: ASYNC110 - as above
+                await anyio.sleep(0.01)
+            tasks.cancel_scope.cancel()
+        bed.put(API_KEY=NEW)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(bed.vault(secrets_sync_every_s=3600.0).run)
+            await anyio.wait_all_tasks_blocked()
+            await anyio.sleep(0.2)
+            tasks.cancel_scope.cancel()
+    assert present_value(bed.home, "API_KEY") == OLD
+    assert len(await bed.events()) == 1
+
+
 def test_settings_take_a_command_as_a_text_or_a_list(home: Home) -> None:
     home.config_file.write_text('vault_command = ["op", "read"]\nsynced_secrets = ["A", "B=c/d"]\n')
     settings = Settings.load(home.config_file)

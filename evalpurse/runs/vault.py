@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -107,9 +108,12 @@ class Vault:
         return done
 
     async def run(self) -> None:
-        """Syncs on the schedule and forgets former values that no sandbox can print any more, for ever."""
+        """Syncs on the schedule and forgets former values that no sandbox can print any more, for ever.
+
+        The schedule goes on over restarts: a sync that came due while no daemon ran is done at once.
+        """
         every_s = self._settings.secrets_sync_every_s
-        next_sync = anyio.current_time() + every_s
+        next_sync = anyio.current_time() + max(0.0, every_s - await self._since_last_s())
         while True:
             waited_s = next_sync - anyio.current_time() if every_s else FORGET_EVERY_S
             await anyio.sleep(min(max(waited_s, 0.0), FORGET_EVERY_S))
@@ -169,6 +173,15 @@ class Vault:
                 client, modal_secret_name(home_id, name), {name: value}, self._settings.modal_environment
             )
         return tuple(values), ""
+
+    async def _since_last_s(self) -> float:
+        """Seconds since the last try to sync; infinite when there was none, or none is on record."""
+        try:
+            rows = await self._store.fetch("secret_syncs", count=1)
+        except StoreError as error:
+            log.warning("when secrets were synced last cannot be read: %s", error)
+            rows = []
+        return (datetime.now(UTC) - rows[0]["at"]).total_seconds() if rows else math.inf
 
     async def _forget(self) -> None:
         seqs = [hold.seq for hold in self._ledger.open_holds()]
