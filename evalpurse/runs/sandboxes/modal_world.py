@@ -95,10 +95,10 @@ class ModalWorlds:
 
     async def _bring(self, digest: str) -> Upload:
         volume = await self._open()
-        there = await _sizes(volume, f"/{digest}")
-        if f"{digest}/complete" in there:
-            return Upload(0, 0, len(there))
         manifest = await anyio.to_thread.run_sync(self._files.check, digest)
+        if f"{digest}/complete" in await _sizes(volume, f"/{digest}", recursive=False):
+            return Upload(0, 0, len(manifest.files))
+        there = await _sizes(volume, f"/{digest}", recursive=True)
         wanted = await anyio.to_thread.run_sync(lambda: dict(resolved(manifest)))
         missing = [
             (path, entry)
@@ -154,7 +154,7 @@ class ModalWorlds:
             SandboxError: something is missing or different.
         """
         digest = manifest.digest
-        there = await _sizes(volume, f"/{digest}")
+        there = await _sizes(volume, f"/{digest}", recursive=True)
         start = f"{digest}/files/"
         found = {path.removeprefix(start): size for path, size in there.items() if path.startswith(start)}
         expected = {path: entry.size for path, entry in wanted.items()}
@@ -173,11 +173,11 @@ class ModalWorlds:
             raise SandboxError(f"The manifest of world {digest[:12]} came back changed from Modal.")
 
 
-async def _sizes(volume: Any, folder: str) -> dict[str, int]:
-    """Sizes of all files below a folder by path, without the slash in front; nothing when it is not there."""
+async def _sizes(volume: Any, folder: str, *, recursive: bool) -> dict[str, int]:
+    """Sizes of files in, or below, a folder by path without the slash in front; none if it is not there."""
     kinds = modal_client.load()
     try:
-        entries = await volume.listdir.aio(folder, recursive=True)
+        entries = await volume.listdir.aio(folder, recursive=recursive)
     except (kinds.exception.NotFoundError, FileNotFoundError):
         return {}
     return {
