@@ -82,7 +82,7 @@ class Smoke:
             try:
                 await self._settle_earlier(tour)
                 per_s = tour.rates.nusd_per_second(Machine(), cpu=CPU[1], memory_mb=MEMORY_MB[1])
-                worst = per_s * LIFETIME_S * SANDBOXES
+                worst = per_s * LIFETIME_S * (SANDBOXES + 1)
                 await self._hold(tour.name, worst, max_nusd, by)
             except BaseException:
                 await tour.leave()
@@ -110,8 +110,8 @@ class Smoke:
     async def _hold(self, name: str, worst: int, most: int, by: Role) -> None:
         if worst > most:
             raise SmokeError(
-                f"The worst case of the tour is {format_usd(worst)} ({SANDBOXES} sandboxes of {CPU[1]} cores "
-                f"and {MEMORY_MB[1]} MiB for {LIFETIME_S} s), above --max-usd {format_usd(most)}.",
+                f"The worst case of the tour is {format_usd(worst)} ({SANDBOXES + 1} sandboxes of {CPU[1]} "
+                f"cores and {MEMORY_MB[1]} MiB for {LIFETIME_S} s), above --max-usd {format_usd(most)}.",
                 hint="Allow that much; what it really costs is charged.",
                 worst_nusd=worst,
                 max_nusd=most,

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ from evalpurse.errors import EvalpurseError
 from evalpurse.home import Home
 from evalpurse.runs.sandboxes.modal_client import is_client_error, load, told
 from evalpurse.runs.sandboxes.modal_rates import Rates
+from evalpurse.runs.sandboxes.protocol import Machine
+from evalpurse.runs.smoke_run import WholeRun, problem_of, temporary_folder
 from evalpurse.runs.vault import write_modal_secret
 
 log = logging.getLogger(__name__)
@@ -83,9 +86,11 @@ class _Made:
     image: Any = None
     sandboxes: list[Any] = field(default_factory=list)
     born: list[float] = field(default_factory=list)
-    lived_s: list[float] = field(default_factory=list)
+    lived_s: dict[int, float] = field(default_factory=dict)
+    """By place in `born`; what is missing lived as long as it may."""
     world: Any = None
     secret: bool = False
+    run: WholeRun | None = None
 
     @property
     def where(self) -> dict[str, Any]:
@@ -99,6 +104,8 @@ class Tour:
         self.name = f"smoke.{secrets.token_hex(6)}"
         self.rates = Rates.table()
         self.checks: list[Check] = []
+        self._home = home
+        self._settings = settings
         self._home_id = home.identity()
         self._connect = connect
         self._reach = reach
@@ -147,6 +154,7 @@ class Tour:
             ("network", self._network, False),
             ("re-attach", self._again, False),
             ("snapshot", self._snapshot, False),
+            ("whole run", self._whole_run, False),
         ]
         going = True
         for name, step, needed in steps:
@@ -160,14 +168,16 @@ class Tour:
         await self._try("ended", self._end_all)
         await self._try("nothing left", self._nothing_left)
         lived = [
-            min(self._made.lived_s[i] if i < len(self._made.lived_s) else LIFETIME_S, LIFETIME_S)
-            for i in range(len(self._made.born))
+            min(self._made.lived_s.get(place, LIFETIME_S), LIFETIME_S)
+            for place in range(len(self._made.born))
         ]
         await self.leave()
         return lived
 
     async def leave(self) -> None:
         """Closes the connections."""
+        if self._made.run is not None:
+            await self._made.run.close()
         for client in self._made.clients:
             with anyio.CancelScope(shield=True), anyio.move_on_after(5):
                 await client.close.aio()
@@ -182,6 +192,8 @@ class Tour:
         try:
             app = await modal.App.lookup.aio(self._app_name(name), **self._made.where)
             await app.stop.aio(client=self._made.clients[0])
+            whole = await modal.App.lookup.aio(self._app_name(name.replace(".", "-")), **self._made.where)
+            await whole.stop.aio(client=self._made.clients[0])
         except modal.exception.NotFoundError:
             return
         except Exception as error:
@@ -363,6 +375,29 @@ class Tour:
             raise _CheckError("the snapshot has no id")
         return f"{self._snapshot_s[0]:.2f} s; it expires by itself after {SNAPSHOT_LIVES_S // 60} min"
 
+    async def _whole_run(self) -> str:
+        made = self._made
+        machine = Machine(
+            image=IMAGE,
+            cpu=CPU[0],
+            cpu_limit=CPU[1],
+            memory_mb=MEMORY_MB[0],
+            memory_limit_mb=MEMORY_MB[1],
+        )
+        made.run = WholeRun(self._home, self._settings, self.name.replace(".", "-"), machine)
+        with temporary_folder() as folder:
+            prepared = await made.run.prepare(Path(folder))
+            began, place = time.monotonic(), len(made.born)
+            made.born.append(began)
+            async with made.run.sandbox(prepared) as sandbox:
+                problem = await problem_of(sandbox)
+            made.lived_s[place] = time.monotonic() - began
+        if problem:
+            raise _CheckError(problem)
+        return (
+            f"setup, harness, output, exit code and grader in {made.lived_s[place]:.2f} s, as experiments do"
+        )
+
     async def _end_all(self) -> str:
         made, modal = self._made, self._modal
         problems: list[str] = []
@@ -370,13 +405,14 @@ class Tour:
             try:
                 await sandbox.terminate.aio(wait=True)
                 await sandbox.detach.aio()
-                made.lived_s.append(time.monotonic() - made.born[number])
+                made.lived_s[number] = time.monotonic() - made.born[number]
             except Exception as error:  # noqa: BLE001 (the others must be ended all the same)
-                made.lived_s.append(LIFETIME_S)
                 problems.append(f"sandbox {number}: {_reason(error)[0]}")
         removals: list[tuple[str, Any]] = []
         if made.app is not None:
             removals.append(("App", lambda: made.app.stop.aio(client=made.clients[0])))
+        if made.run is not None:
+            removals.append(("App of the whole run", made.run.end))
         if made.world is not None:
             removals.append(("volume", lambda: modal.Volume.objects.delete.aio(made.name, **made.where)))
         if made.secret:
@@ -393,6 +429,8 @@ class Tour:
     async def _nothing_left(self) -> str:
         made, modal = self._made, self._modal
         left = []
+        if made.run is not None and (names := await made.run.end()):
+            left.append(", ".join(names))
         if made.app is not None and (running := await self._running(made.clients[0])):
             left.append(f"{running} sandboxes")
         for number, sandbox in enumerate(made.sandboxes):
@@ -424,7 +462,7 @@ class Tour:
         """Whether it did not fail; what it found is noted."""
         began = time.monotonic()
         try:
-            with anyio.fail_after(BUILD_S if step == self._build else CHECK_S):
+            with anyio.fail_after(BUILD_S if step in (self._build, self._whole_run) else CHECK_S):
                 found = await step()
         except _UnclearError as doubt:
             self._note(name, "unclear", str(doubt), began)
