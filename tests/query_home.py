@@ -28,6 +28,7 @@ from evalpurse.store.records import (
     SuiteRow,
     UsageRow,
     VariantRow,
+    WorldRow,
 )
 
 CANARY = "canary7f3a"
@@ -75,6 +76,7 @@ def rows() -> list[Record]:
     """The visible experiment has 3 cases, 2 variants and 2 repeats; everything else is a canary."""
     return [
         SuiteRow("arith", START),
+        WorldRow("manuals", "d" * 64, 2, 9, f"{CANARY}-manifest", START),
         *(case(name, "dev") for name in "abc"),
         case(f"{CANARY}-case", "holdout"),
         *(variant(name) for name in ("base", "fast")),
