@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 LOOKS_PER_S = 40.0
 IN_FLIGHT_MAX = 50
-FIRST_S = 0.25
+FIRST_S = 0.5
 SHARE = 0.2
 """A pause is this share of the time that the run has taken: what waiting may add to its price."""
 PAUSE_MAX_S = 15.0
