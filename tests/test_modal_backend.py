@@ -312,3 +312,16 @@ async def test_a_sweep_ends_orphans_of_this_home_and_nobody_elses(
         }
         status = await services.experiments.wait(experiment_id, 30)
         assert status.ended == {"scored": 1}
+
+
+async def test_a_long_log_keeps_its_ends_and_tells_what_was_cut(
+    fake: FakeApi, home: Home, repository: Path
+) -> None:
+    run = f"echo first; head -c 9000000 /dev/zero | tr '\\0' x; echo; echo last; {ANSWER}"
+    async with modal_services(home) as services:
+        await furnish(services, repository, cases=1, variants=("base",), run=run)
+        status = await run_all(services, variants=("base",))
+        (row,) = await rows_of(services, status.experiment_id)
+        log = services.store.blobs.get(row["log_blob"])
+    assert (log[:6], log[-5:], len(log)) == (b"first\n", b"last\n", 8 << 20)
+    assert b"bytes cut" in log

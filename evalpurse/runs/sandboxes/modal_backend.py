@@ -182,6 +182,10 @@ class ModalBackend:
             memory = max(memory, memory_limit)
         return cpu, machine.cpu_limit or cpu, memory, memory_limit
 
+    def start_kind(self, variant_digest: str) -> str:
+        built = self._built.get(variant_digest)
+        return "" if built is None else built.started
+
     async def prepare(
         self,
         prepared: Prepared,
@@ -517,19 +521,18 @@ class ModalBackend:
         return Redactor(secret_values(self._home, names))
 
     def _remember(self, name: str, known: Known) -> None:
-        path = self._folder / f"{name}.json"
-        fresh = path.with_suffix(".new")
-        fresh.write_text(json.dumps(asdict(known)), encoding="utf-8")
-        fresh.replace(path)
+        """One line a state, the last one counts; a line that was not finished was never written."""
+        with open(self._folder / f"{name}.json", "ab") as file:
+            file.write(json.dumps(asdict(known)).encode() + b"\n")
 
     async def _remember_later(self, name: str, known: Known) -> None:
         self._remember(name, known)
 
     def _recall(self, name: str) -> Known | None:
         try:
-            facts = json.loads((self._folder / f"{name}.json").read_text(encoding="utf-8"))
-            return Known(**facts)
-        except (FileNotFoundError, ValueError, TypeError):
+            lines = (self._folder / f"{name}.json").read_bytes().split(b"\n")[:-1]
+            return Known(**json.loads(lines[-1]))
+        except (FileNotFoundError, IndexError, ValueError, TypeError):
             return None
 
     async def _forget(self, name: str) -> None:

@@ -18,7 +18,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -296,9 +296,9 @@ class ModalSandbox:
         elif words[1] == "ended":
             try:
                 if len(packed) < SMALL_BYTES:  # handing it to a thread would take longer
-                    self._output = self._unpack(packed, int(words[8]))
+                    self._output = self._unpack(packed, int(words[9]))
                 else:
-                    self._output = await anyio.to_thread.run_sync(self._unpack, packed, int(words[8]))
+                    self._output = await anyio.to_thread.run_sync(self._unpack, packed, int(words[9]))
             except (tarfile.TarError, OSError, EOFError) as error:
                 raise SandboxError(f"The output of sandbox {self.name} cannot be read: {error}.") from error
             self._ended = self._judge(words[2:])
@@ -391,7 +391,14 @@ class ModalSandbox:
     # what comes back
 
     def _unpack(self, packed: bytes, log_size: int) -> Output:
-        """Reads the output from a folder of its own, with the same care as one of this machine."""
+        """Reads the output with the same care as one of this machine: from memory when there is little."""
+        files = _small_files(packed)
+        if files is not None:
+            leavings = _leavings_of(files, log_size)
+            try:
+                return self._without_artifacts(leavings.read(self._limits, self._known_redactor()))
+            finally:
+                leavings.close()
         folder = tempfile.mkdtemp(prefix="evalpurse-")
         try:
             out = f"{folder}/out"
@@ -406,10 +413,12 @@ class ModalSandbox:
                 leavings.close()
         finally:
             shutil.rmtree(folder)
-        if self._artifacts_left:
-            fields = {**output.__dict__, "truncated": output.truncated | {"artifacts"}}
-            output = Output(**fields)
-        return output
+        return self._without_artifacts(output)
+
+    def _without_artifacts(self, output: Output) -> Output:
+        if not self._artifacts_left:
+            return output
+        return replace(output, truncated=output.truncated | {"artifacts"})
 
     def _grader_result(
         self, packed: bytes, code: int, late: bool, size: int, timeout_s: float, names: Sequence[str]
@@ -525,6 +534,55 @@ def _tar(files: Mapping[str, bytes], *, mode: int = 0o600) -> bytes:
             entry.size, entry.mode = len(content), mode
             tar.addfile(entry, io.BytesIO(content))
     return buffer.getvalue()
+
+
+def _small_files(packed: bytes) -> dict[str, bytes] | None:
+    """The files of a tar, by name; None when there is too much, or more than the few that are always there."""
+    if len(packed) > SMALL_BYTES:
+        return None
+    found = {}
+    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:") as tar:
+        for entry in tar:
+            name = entry.name.removeprefix("./")
+            content = tar.extractfile(entry) if entry.isfile() else None
+            if content is not None and "/" not in name:
+                found[name] = content.read()
+            elif name not in ("", "."):
+                return None
+    return found
+
+
+def _leavings_of(files: Mapping[str, bytes], log_size: int) -> Leavings:
+    """The same as `Leavings.open`, of files in memory."""
+
+    def handle(content: bytes | None) -> int | None:
+        return None if content is None else _handle({0: content}, len(content))
+
+    as_json = files.get("answer.json")
+    head, tail = files.get("log.head"), files.get("log.tail", b"")
+    log = None if head is None else _handle({0: head, log_size - len(tail): tail}, log_size)
+    return Leavings(
+        answer=handle(as_json if as_json is not None else files.get("answer.txt")),
+        answer_is_json=as_json is not None,
+        metrics=handle(files.get("metrics.json")),
+        transcript=handle(files.get("transcript.jsonl")),
+        log=log,
+        artifacts=None,
+    )
+
+
+def _handle(parts: Mapping[int, bytes], size: int) -> int:
+    """A handle of a file that nobody else sees, with content at some places; what lies between is empty."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("evalpurse", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    for start, content in parts.items():
+        if content:
+            os.pwrite(fd, content, start)
+    os.ftruncate(fd, size)
+    return fd
 
 
 def _extract(packed: bytes, folder: str) -> None:
