@@ -1,7 +1,7 @@
 """2,000 runs on a fake Modal, 500 alive at a time, against the bare client in the same process.
 
 The fake runs in a process of its own, so that its CPU is not counted. Bare is create, exec, wait, terminate
-and detach of the unmodified client. Ours is the same with source, case, collection, grading, store and ledger.
+and detach of the unmodified client. Ours is the same with source, case, collection, grading, store, ledger.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from experiment import harness_repository
-from tests.fake_modal import FakeModalProcess, client_environment
 
 from evalpurse.budget.accounts import Role
 from evalpurse.config import Settings
@@ -35,6 +34,7 @@ from evalpurse.runs.sandboxes.modal_client import load
 from evalpurse.runs.sandboxes.modal_sandbox import ModalSandbox
 from evalpurse.runs.services import Services
 from evalpurse.runs.variants import VariantSpec
+from tests.fake_modal import FakeModalProcess, client_environment
 
 RUNS = 2_000
 ALIVE = 500
@@ -130,11 +130,11 @@ async def _start_overhead_ms(services: Services) -> float:
     original = ModalSandbox.start
 
     async def timed(sandbox: ModalSandbox) -> None:
-        remote: Any = sandbox._remote
+        remote: Any = sandbox._remote  # noqa: SLF001 (the same sandbox, without ours around it)
         bare.append(await _took_ms(lambda: _bare_exec(remote)))
         starts.append(await _took_ms(lambda: original(sandbox)))
 
-    ModalSandbox.start = timed  # type: ignore[method-assign]
+    ModalSandbox.start = timed  # type: ignore[assignment,method-assign]
     try:
         await _run(services, "quick", "starts", repeats=10, parallel=1, case_ids=("c0000",))
     finally:
@@ -210,7 +210,7 @@ class _Watch:
 
 
 def _fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def _rss_kb() -> float:

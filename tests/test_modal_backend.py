@@ -188,7 +188,8 @@ async def test_a_grader_command_runs_after_everything_of_the_harness_is_gone(
 ) -> None:
     run = f"setsid sh -c 'while :; do date > \"$EVALPURSE_OUT/alive\"; sleep 0.05; done' & {ANSWER}"
     grade = (
-        'test -z "$API_KEY" && cat rubric.txt && ls "$EVALPURSE_SOURCE" && rm -f "$EVALPURSE_OUT/alive" && sleep 0.3 '
+        'test -z "$API_KEY" && cat rubric.txt && ls "$EVALPURSE_SOURCE" && rm -f "$EVALPURSE_OUT/alive" '
+        "&& sleep 0.3 "
         '&& test ! -e "$EVALPURSE_OUT/alive" && printf \'{"reward": 0.75}\' > reward.json'
     )
     grader = {"type": "command", "command": grade, "files": {"rubric.txt": "secret rubric"}}

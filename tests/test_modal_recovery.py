@@ -1,4 +1,4 @@
-"""The daemon dies, or sleeps, with sandboxes alive on Modal: each is found, followed, graded and settled once."""
+"""The daemon dies with sandboxes alive on Modal: each is found, followed, graded and settled once."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ async def _all(looks: Sequence[Callable[[], Awaitable[None]]]) -> None:
             if not failures:
                 try:
                     await look()
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001 (raised below, out of the group)
                     failures.append(error)
 
     async with anyio.create_task_group() as tasks:

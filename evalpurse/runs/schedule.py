@@ -275,7 +275,7 @@ class ExperimentRunner:
             await self._wake.wait()
 
     def _refuse(self, error: BackendRefusedError) -> None:
-        """Nothing that is not running may try any more; what runs goes on to its end. The first one counts."""
+        """Nothing that is not running may try any more; what runs goes on. The first one counts."""
         if self._refused is None:
             log.error("experiment %s: %s", self.experiment_id, error)
             self._refused = error

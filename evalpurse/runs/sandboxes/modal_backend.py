@@ -46,7 +46,7 @@ THROTTLED_MAX_S = 1800.0
 """So long a create is asked for again when the answer is: too fast."""
 LIFETIME_MAX_S = 24 * 3600
 WORLD = "/evalpurse/world"
-READY_S = 240.0
+READY_S = 240
 DOCKER_START = "mkdir -p /var/log; dockerd >/var/log/dockerd.log 2>&1 & exec sleep infinity"
 
 WorldVolume = Callable[[str], Awaitable[Any]]
@@ -126,7 +126,7 @@ class ModalBackend:
         if self._client is not None:
             return
         async with self._connecting:
-            if self._client is not None:
+            if self.connected:  # by somebody else, meanwhile
                 return
             client = await modal_client.connect(self._home)
             self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -275,7 +275,7 @@ class ModalBackend:
         if built is None or self._images is None:
             raise SandboxError(f"The image of sandbox {spec.name} is not built.")
         app = await self.app(_experiment_of(spec.name))
-        arguments = await self._arguments(spec, built)
+        arguments = await self._arguments(spec)
         known = Known(
             timeout_s=spec.limits.timeout_s,
             grade_timeout_s=spec.limits.grade_timeout_s,
@@ -288,6 +288,8 @@ class ModalBackend:
         images = self._images
 
         async def payload() -> bytes:
+            if spec.machine.docker:
+                await _ready(spec.name, remote)
             source = await images.source_payload(spec.prepared, built)
             return await anyio.to_thread.run_sync(partial(payload_of, spec, source))
 
@@ -360,7 +362,7 @@ class ModalBackend:
         remote, tags = found
         return remote, _created_at(tags), tags
 
-    async def _arguments(self, spec: SandboxSpec, built: BuiltImage) -> dict[str, Any]:
+    async def _arguments(self, spec: SandboxSpec) -> dict[str, Any]:
         machine, limits = spec.machine, spec.limits
         cpu, cpu_limit, memory, memory_limit = self._sizes(machine)
         lifetime_s = math.ceil(limits.timeout_s + limits.grade_timeout_s + limits.slack_s)
@@ -538,6 +540,14 @@ class ModalBackend:
     async def _forget(self, name: str) -> None:
         self._live.pop(name, None)
         (self._folder / f"{name}.json").unlink(missing_ok=True)
+
+
+async def _ready(name: str, remote: Any) -> None:
+    """Returns when dockerd answers in a sandbox."""
+    try:
+        await remote.wait_until_ready.aio(timeout=READY_S)
+    except Exception as error:
+        raise SandboxError(f"Docker did not start in {name} within {READY_S} s: {error}") from error
 
 
 def _experiment_of(name: str) -> str:

@@ -147,7 +147,8 @@ class ModalSandbox:
             return
         if word != "started":
             raise SandboxError(
-                f"Sandbox {self.name} could not be furnished: {answer.decode(errors='replace')[-2000:].strip()}"
+                f"Sandbox {self.name} could not be furnished: "
+                + answer.decode(errors="replace")[-2000:].strip()
             )
         self._payload = None
         self._started_s = time.time()
@@ -366,7 +367,9 @@ class ModalSandbox:
         reason, detail = self._reason(why, code, int(oom))
         return Ended(reason, code, started_at, ended_at, detail)
 
-    def _reason(self, why: str, code: int | None, oom: int) -> tuple[EndReason, str]:
+    def _reason(  # noqa: PLR0911 (one line an ending)
+        self, why: str, code: int | None, oom: int
+    ) -> tuple[EndReason, str]:
         limits = self._limits
         memory = f"{self._known.memory_mb} MiB are allowed" if self._known is not None else "see its limit"
         if why == "timeout":
@@ -449,8 +452,8 @@ class ModalSandbox:
     def _known_redactor(self) -> Redactor:
         if self._redactor is None:
             raise SandboxGoneError(
-                f"Sandbox {self.name} was made with secrets that this home folder does not know; what it wrote "
-                "cannot be read without showing them."
+                f"Sandbox {self.name} was made with secrets that this home folder does not know; what it "
+                "wrote cannot be read without showing them."
             )
         return self._redactor
 
@@ -481,7 +484,7 @@ class ModalSandbox:
                     pieces.append(piece)
                     size += len(piece)
                     if size > limit:
-                        raise _TooMuchError
+                        raise _TooMuchError  # noqa: TRY301 (told apart below)
                 return b"".join(pieces)
         except TimeoutError as error:
             raise SandboxError(f"Sandbox {self.name} did not answer within {timeout_s:g} s.") from error
@@ -497,8 +500,7 @@ class ModalSandbox:
         ours = told(error, doing)
         if isinstance(ours, BackendRefusedError):
             return SandboxError(ours.message, hint=ours.hint)
-        assert isinstance(ours, SandboxError)
-        return ours
+        return ours if isinstance(ours, SandboxError) else SandboxError(str(ours))
 
 
 class _TooMuchError(Exception):
@@ -537,7 +539,7 @@ def _tar(files: Mapping[str, bytes], *, mode: int = 0o600) -> bytes:
 
 
 def _small_files(packed: bytes) -> dict[str, bytes] | None:
-    """The files of a tar, by name; None when there is too much, or more than the few that are always there."""
+    """The files of a tar, by name; None when there is much, or more than those that are always there."""
     if len(packed) > SMALL_BYTES:
         return None
     found = {}

@@ -10,7 +10,10 @@ from __future__ import annotations
 ROOT = "/evalpurse"
 
 BOOT = 'mkdir -p "$1" && tar -xf - -C "$1" && exec sh "$1/run/start.sh" "$1"'
-"""Unpacks what a sandbox needs from standard input and starts it. The folder `claimed` is made once, so nothing starts twice."""
+"""Unpacks what a sandbox needs from standard input and starts it.
+
+The folder `claimed` is made once, so nothing starts twice.
+"""
 
 BOOT_SMALL = (
     'mkdir -p "$1" && printf %s "$2" | base64 -d | tar -xzf - -C "$1" && exec sh "$1/run/start.sh" "$1"'
