@@ -85,6 +85,9 @@ class IdleBackend:
     def nusd_per_second(self, machine: Machine) -> int:
         return 1_000
 
+    def start_kind(self, variant_digest: str) -> str:
+        return ""
+
     async def prepare(
         self,
         prepared: Prepared,

@@ -145,6 +145,9 @@ class FakeBackend:
     def nusd_per_second(self, machine: Machine) -> int:
         return self._nusd_per_second
 
+    def start_kind(self, variant_digest: str) -> str:
+        return ""
+
     async def prepare(
         self,
         prepared: Prepared,

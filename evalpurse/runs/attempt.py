@@ -91,7 +91,7 @@ class Attempt:
         try:
             sandbox = self._sandbox or await self._create()
             self._sandbox = sandbox
-            self._step("start")
+            self._step("start", self._lab.backend.start_kind(self._job.variant.digest))
             await sandbox.start()
             ended = await sandbox.wait()
             self._step("collect", ended.reason.value)

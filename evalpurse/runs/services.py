@@ -19,6 +19,7 @@ from evalpurse.home import Home
 from evalpurse.runs.cases import Cases
 from evalpurse.runs.events import EventLog
 from evalpurse.runs.experiments import Experiments
+from evalpurse.runs.images import Builder, Images
 from evalpurse.runs.lab import Lab
 from evalpurse.runs.mirror import Mirror
 from evalpurse.runs.results import Results
@@ -28,6 +29,7 @@ from evalpurse.runs.sandboxes.protocol import Backend
 from evalpurse.runs.sweep import Sweep
 from evalpurse.runs.variants import Variants
 from evalpurse.runs.vault import Vault
+from evalpurse.runs.warm import WarmBases, Warmer
 from evalpurse.runs.worlds import Worlds
 from evalpurse.store.database import Store
 from evalpurse.store.query import QueryService
@@ -54,6 +56,7 @@ class Services:
     queries: QueryService
     vault: Vault
     worlds: Worlds
+    warmer: Warmer
 
     async def drain(self) -> None:
         """Starts nothing new and lets go of what runs; sandboxes go on for the next daemon."""
@@ -93,7 +96,7 @@ class Services:
                 events=events,
                 slots=anyio.CapacityLimiter(settings.local_max_parallel),
             )
-            modal = _modal(home, settings, worlds)
+            modal, warmer = _modal(home, settings, worlds, store)
             stack.push_async_callback(modal.close)
             remote = replace(
                 lab,
@@ -115,6 +118,7 @@ class Services:
                 await experiments.recover()
                 sweep = Sweep(modal, store, ledger)
                 tasks.start_soon(sweep.keep_sweeping, settings.sweep_every_s)
+                tasks.start_soon(warmer.keep_warm, settings.warm_every_s)
                 results = Results(lab, experiments)
                 yield cls(
                     home,
@@ -132,6 +136,7 @@ class Services:
                     queries,
                     vault,
                     worlds,
+                    warmer,
                 )
                 await experiments.leave()
                 with anyio.CancelScope(shield=True):
@@ -140,13 +145,22 @@ class Services:
                 tasks.cancel_scope.cancel()
 
 
-def _modal(home: Home, settings: Settings, worlds: Worlds) -> ModalBackend:
+def _modal(home: Home, settings: Settings, worlds: Worlds, store: Store) -> tuple[ModalBackend, Warmer]:
     """Connects, and imports `modal`, when the first experiment needs it."""
     volumes = ModalWorlds(
         worlds.files, home.identity(), lambda: backend.client, environment=settings.modal_environment
     )
-    backend = ModalBackend(home, settings, worlds=volumes.volume)
-    return backend
+    bases = WarmBases(home)
+    builder = Builder(lambda: backend, home, settings, store.blobs)
+
+    async def repo_of(variant_digest: str) -> str:
+        rows = await store.fetch("variant_by_digest", variant_digest=variant_digest)
+        return str(rows[0]["repo"]) if rows else ""
+
+    backend = ModalBackend(
+        home, settings, images=lambda _: Images(home, builder, bases, repo_of), worlds=volumes.volume
+    )
+    return backend, Warmer(home, bases, builder)
 
 
 async def _connected(backend: ModalBackend) -> Any:

@@ -117,6 +117,9 @@ class LocalBackend:
         work = str(self._home.work)
         return Engine(self._isolator, self._table, Monitor(self._table, work), Folders(work), self._worlds)
 
+    def start_kind(self, variant_digest: str) -> str:  # noqa: ARG002 (all start alike)
+        return ""
+
     async def prepare(
         self,
         prepared: Prepared,

@@ -32,6 +32,10 @@ class BuiltImage(Protocol):
     @property
     def image(self) -> Any: ...
 
+    @property
+    def started(self) -> str:
+        """`warm` or `cold`."""
+
 
 class ImageMaker(Protocol):
     """Builds the image of a variant, and packs what a run of it still needs of the source."""
@@ -49,6 +53,7 @@ class PlainImage:
 
     image: Any
     holds_source: bool
+    started: str = "cold"
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,9 @@ class Backend(Protocol):
     def nusd_per_second(self, machine: Machine) -> int:
         """The most that a second of one sandbox of this kind can cost, in nano-dollars."""
 
+    def start_kind(self, variant_digest: str) -> str:
+        """How runs of a prepared variant start, `warm` or `cold`; empty when there is no difference."""
+
     async def prepare(
         self,
         prepared: Prepared,
