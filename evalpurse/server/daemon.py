@@ -59,7 +59,7 @@ class Daemon:
     ) -> None:
         import anyio
 
-        from evalpurse.server import modal_methods, owner, worlds
+        from evalpurse.server import modal_methods, owner, warm, worlds
         from evalpurse.server.control import Registry
         from evalpurse.server.doors import RawDoor
         from evalpurse.server.keeper import Keeper
@@ -84,6 +84,7 @@ class Daemon:
         self._register_control()
         owner.register(self.control, self.keeper.ready)
         modal_methods.register(self.control, self.keeper.ready)
+        warm.register(self.control, self.keeper.ready)
         worlds.register(self.control, self.keeper.ready)
 
     async def run(self, tell_ready: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evalpurse.server import show, show_modal, show_worlds, skill
+from evalpurse.server import show, show_modal, show_warm, show_worlds, skill
 from evalpurse.server.given import json_object, json_values, text_of
 from evalpurse.server.secret_files import list_secrets, set_secret
 
@@ -471,6 +471,38 @@ VERBS: tuple[Verb, ...] = (
         "end sandboxes of this home folder on Modal that belong to no attempt any more",
         method="sandboxes.sweep",
         show=show_modal.swept,
+    ),
+    Verb(
+        ("warm", "add"),
+        "owner: build a variant's image now, and keep it at the newest commit of its repository",
+        (_option("variant", help="the variant whose image, setup and env are to be kept warm"),),
+        method="warm.add",
+        role="owner",
+        arguments=_named("variant"),
+        show=show_warm.warm,
+    ),
+    Verb(
+        ("warm", "refresh"),
+        "owner: bring every warm image to the newest commit now, not at the next hour",
+        method="warm.refresh",
+        role="owner",
+        show=show_warm.warm,
+    ),
+    Verb(
+        ("warm", "list"),
+        "warm images, and how long runs took to start, warm and cold",
+        method="warm.list",
+        role="viewer",
+        show=show_warm.warm,
+    ),
+    Verb(
+        ("warm", "remove"),
+        "owner: keep an image warm no longer",
+        (_option("key", help="the beginning of its key, as `evalpurse warm list` shows it"),),
+        method="warm.remove",
+        role="owner",
+        arguments=_named("key"),
+        show=lambda facts: f"{facts['removed']} is not kept warm any more.",
     ),
     Verb(
         ("smoke",),
