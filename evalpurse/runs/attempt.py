@@ -9,14 +9,17 @@ recorded rows, or a sandbox, or proof that nothing was started.
 from __future__ import annotations
 
 import logging
+import shutil
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 
 import anyio
 
 from evalpurse.budget.accounts import Role
+from evalpurse.errors import EvalpurseError
 from evalpurse.runs.cases import CaseContent
-from evalpurse.runs.charge import NOTHING_RAN, Charge, CostSource, charge_for, sandbox_cost_nusd
+from evalpurse.runs.charge import NOTHING_RAN, Charge, CostSource, charge_for, sandbox_share_nusd
 from evalpurse.runs.errors import GraderError, SandboxError
 from evalpurse.runs.graders import grade_all
 from evalpurse.runs.graders.metrics import HarnessMetrics, metrics_of
@@ -29,6 +32,9 @@ from evalpurse.store.errors import RowsRefusedError
 from evalpurse.store.records import EventRow, Record
 
 log = logging.getLogger(__name__)
+
+DISK_FULL_BYTES = 16 << 20
+"""Less free space than this may be what a harness failed at."""
 
 
 class Attempt:
@@ -49,6 +55,7 @@ class Attempt:
         self._leaving = leaving
         self._sandbox = adopted
         self._intended = False
+        self._grading_s = 0.0
         self._intended_at = datetime.now(UTC)
         self.recorded: Outcome | None = None
         """The run's outcome, once its row is durable."""
@@ -88,7 +95,7 @@ class Attempt:
             self._step("collect", ended.reason.value)
             output = await sandbox.get() if ended.reason is not EndReason.LOST else None
             return await self._judge(sandbox, ended, output)
-        except SandboxError as error:
+        except EvalpurseError as error:
             return await self._infra_error(str(error))
         except Exception as error:
             log.exception("attempt %s failed inside evalpurse", self._job.attempt_id)
@@ -138,19 +145,30 @@ class Attempt:
 
     async def _judge(self, sandbox: Sandbox, ended: Ended, output: Output | None) -> Result:
         metrics = metrics_of(output) if output is not None else None
-        charge = self._charge(metrics)
+        charge = self._charge(metrics, ended)
         await self._freeze_if_overrun(charge)
         outcome = outcome_of_end(ended, over_allowance=charge.over_allowance)
+        if outcome is Outcome.AGENT_ERROR and self._disk_is_full():
+            full = f"The disk of this machine was full: {_end_text(outcome, ended)}"
+            return Result(Outcome.INFRA_ERROR, charge, ended, output, metrics, error=full)
         if not TREATMENTS[outcome].graded or output is None:
             return Result(outcome, charge, ended, output, metrics, error=_end_text(outcome, ended))
         self._step("grade")
         content = await self._lab.content(self._job.case)
+        began = time.monotonic()
         try:
             graded = await grade_all(content.graders, output, content, sandbox)
         except GraderError as error:
-            charge = self._charge(metrics)
+            self._grading_s = time.monotonic() - began
+            charge = self._charge(metrics, ended)
             return Result(Outcome.GRADER_ERROR, charge, ended, output, metrics, error=str(error))
-        return Result(Outcome.SCORED, self._charge(metrics), ended, output, metrics, graded)
+        self._grading_s = time.monotonic() - began
+        return Result(Outcome.SCORED, self._charge(metrics, ended), ended, output, metrics, graded)
+
+    def _disk_is_full(self) -> bool:
+        """Whether a harness on this machine may have failed for want of space that is not its fault."""
+        backend = self._lab.backend
+        return not backend.can_vanish and shutil.disk_usage(self._lab.home.path).free < DISK_FULL_BYTES
 
     async def _infra_error(self, error: str) -> Result:
         if self._sandbox is None:
@@ -173,7 +191,7 @@ class Attempt:
         if ended is None:
             return Result(outcome, NOTHING_RAN, error=reason)
         metrics = metrics_of(output)
-        charge = self._charge(metrics)
+        charge = self._charge(metrics, ended)
         await self._freeze_if_overrun(charge)
         return Result(outcome, charge, ended, output, metrics, error=reason)
 
@@ -184,15 +202,20 @@ class Attempt:
             job.allowance_nusd, job.hold_nusd - job.allowance_nusd, CostSource.ASSUMED, note="It disappeared."
         )
 
-    def _charge(self, metrics: HarnessMetrics | None) -> Charge:
-        now = datetime.now(UTC)
+    def _charge(self, metrics: HarnessMetrics | None, ended: Ended | None = None) -> Charge:
+        """What it cost so far. Where nobody bills for an idle sandbox, time after its end is free."""
+        job, now = self._job, datetime.now(UTC)
         made_at = self._sandbox.created_at if self._sandbox is not None else now
         seconds = (now - made_at).total_seconds()
+        if ended is not None and not self._lab.backend.can_vanish:
+            seconds = (ended.ended_at - made_at).total_seconds() + self._grading_s
         return charge_for(
             metrics,
-            allowance_nusd=self._job.allowance_nusd,
-            sandbox_nusd=sandbox_cost_nusd(seconds, self._lab.backend.nusd_per_second),
-            prices=self._lab.prices,
+            allowance_nusd=job.allowance_nusd,
+            sandbox_nusd=sandbox_share_nusd(
+                seconds, held_s=job.held_s, held_nusd=max(0, job.hold_nusd - job.allowance_nusd)
+            ),
+            prices=job.prices,
             at=made_at,
         )
 
@@ -228,6 +251,7 @@ class Attempt:
         job = self._job
         unpriced = charge.over_allowance and charge.source is CostSource.ASSUMED
         if charge.model_nusd > job.allowance_nusd or unpriced:
+            self._lab.overruns[job.planned.experiment_id] = f"Run {job.planned.run_id}: {charge.note}"
             await self._lab.until_written(
                 lambda: self._lab.ledger.freeze(
                     f"overrun:{job.attempt_id}",

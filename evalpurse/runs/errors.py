@@ -187,3 +187,9 @@ class IsolationMissingError(EvalpurseError):
     """Isolation of local sandboxes is required, and does not work on this machine."""
 
     code: ClassVar[str] = "isolation_missing"
+
+
+class LedgerLostError(EvalpurseError):
+    """The ledger knows nothing of what the results say was paid for."""
+
+    code: ClassVar[str] = "ledger_lost"

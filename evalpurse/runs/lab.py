@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from pathlib import Path
 from typing import TypeVar
 
 import anyio
@@ -35,6 +36,11 @@ RETRY_WRITE_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 CONTENTS_KEPT = 256
 
 
+def kept_prices(home: Home, digest: str) -> Path:
+    """Where the owner's price file is kept as it was under a digest."""
+    return home.path / "prices" / f"{digest}.toml"
+
+
 @dataclass
 class Lab:
     """Shared by all experiments of one daemon."""
@@ -50,6 +56,8 @@ class Lab:
     variants: Variants
     events: EventLog
     slots: anyio.CapacityLimiter
+    overruns: dict[str, str] = field(default_factory=dict)
+    """Why an experiment froze its chain, for people."""
     _contents: OrderedDict[str, CaseContent] = field(default_factory=OrderedDict)
 
     async def content(self, case: Case) -> CaseContent:
@@ -78,6 +86,20 @@ class Lab:
                 )
             values[name] = file.read_text(encoding="utf-8").rstrip("\n")
         return values
+
+    def prices_of(self, digest: str) -> Prices:
+        """The price list that an experiment was launched with; the present one if that is not kept."""
+        if digest == self.prices.digest:
+            return self.prices
+        kept = Prices.load_now(kept_prices(self.home, digest))
+        if kept.digest != digest:
+            log.warning(
+                "price list %s is not kept any more; its experiment goes on with %s",
+                digest,
+                self.prices.digest,
+            )
+            return self.prices
+        return kept
 
     @staticmethod
     def usd_text(nusd: int) -> str:

@@ -11,6 +11,14 @@ from typing import Any
 CELL_CHARS_MAX = 60
 
 
+def plain(text: str) -> str:
+    """Text that a terminal shows and does not obey: what a harness wrote may hold escape sequences."""
+    return "".join(
+        character if character in "\n\t" or character.isprintable() else repr(character)[1:-1]
+        for character in text
+    )
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Columns as wide as their longest cell; numbers to the right."""
     cells = [[_cell(value) for value in row] for row in rows]
@@ -45,7 +53,10 @@ def usd(value: float | None) -> str:
     """Dollars with enough digits to tell small costs apart."""
     if value is None:
         return "-"
-    return f"${value:,.2f}" if value == 0 or abs(value) >= 1 else f"${value:.6f}".rstrip("0")
+    if value == 0 or abs(value) >= 1:
+        return f"${value:,.2f}"
+    exact = f"{value:.9f}".rstrip("0")
+    return f"${exact}" if len(exact.partition(".")[2]) >= 2 else f"${value:.2f}"
 
 
 def _after(facts: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evalpurse.server import show, skill
-from evalpurse.server.given import json_object, json_values, text_of
+from evalpurse.server.given import dollars, json_object, json_values, text_of
 from evalpurse.server.secret_files import list_secrets, set_secret
 
 Arguments = Callable[[argparse.Namespace], dict[str, Any]]
@@ -173,11 +173,11 @@ VERBS: tuple[Verb, ...] = (
         (
             _option("suite", help="suite whose dev cases are run"),
             _option("variants", nargs="+", help="variants, the baseline first"),
-            _option("--cap", dest="cap_usd", type=float, required=True, help="dollars it may ever cost"),
+            _option("--cap", dest="cap_usd", type=dollars, required=True, help="dollars it may ever cost"),
             _option(
                 "--allowance",
                 dest="allowance_usd",
-                type=float,
+                type=dollars,
                 required=True,
                 help="dollars for models a run",
             ),
@@ -275,7 +275,7 @@ VERBS: tuple[Verb, ...] = (
         ("budget", "request"),
         "ask the owner for more",
         (
-            _option("amount_usd", type=float, help="dollars to add to the limit"),
+            _option("amount_usd", type=dollars, help="dollars to add to the limit"),
             _option("--reason", required=True, help="what it is for"),
             _option("--account", help="account whose limit should grow (workspace)"),
         ),

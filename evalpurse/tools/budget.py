@@ -116,7 +116,9 @@ def register(toolbox: Toolbox) -> None:
         decide = f"evalpurse budget decide {made.request_id} --grant {format_usd(amount).lstrip('$')}"
         return RequestAnswer(
             request=request_model(made),
-            hint=f"The owner decides with: {decide}" if made.state is RequestState.PENDING else "",
+            hint=f"The owner decides with: {decide}"
+            if made.state is RequestState.PENDING
+            else "This request was decided before. To ask for more, say in the reason what has changed.",
             next="Go on with what the purse still covers; budget_status shows the decision.",
         )
 
