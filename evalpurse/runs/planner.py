@@ -79,7 +79,17 @@ class Planner:
         if frozen:
             warning = f"Account {frozen} is frozen: a launch is refused until its owner has released it."
             found = replace(found, warnings=(warning, *found.warnings))
+        if found.new_runs and found.block_nusd > request.cap_nusd:
+            warning = f"{self._small_cap(request, found, len(variants))} A launch is refused."
+            found = replace(found, warnings=(warning,))
         return Plan(request, cases, variants, rows, found)
+
+    @staticmethod
+    def _small_cap(request: LaunchRequest, found: Estimate, variants: int) -> str:
+        return (
+            f"cap_usd is {format_usd(request.cap_nusd)}; the worst case of one block "
+            f"({variants} variants of one case) is {format_usd(found.block_nusd)}."
+        )
 
     def check_money(self, plan: Plan) -> None:
         """The rules a launch must pass and a dry run only reports.
@@ -100,8 +110,7 @@ class Planner:
             )
         if found.new_runs and found.block_nusd > request.cap_nusd:
             raise BadLaunchError(
-                f"cap_usd is {format_usd(request.cap_nusd)}; the worst case of one block "
-                f"({len(plan.variants)} variants of one case) is {format_usd(found.block_nusd)}.",
+                self._small_cap(request, found, len(plan.variants)),
                 hint="Raise cap_usd, or lower allowance_usd, the timeouts or the number of variants.",
             )
 

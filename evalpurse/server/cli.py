@@ -72,7 +72,13 @@ def parser(verbs: Sequence[Verb]) -> argparse.ArgumentParser:
     )
     groups[("daemon",)] = daemon
     _add(daemon, "start", "start the daemon if none runs", _daemon_start, shared)
-    stop = _add(daemon, "stop", "stop; harnesses that run go on, and the next daemon takes them up", _daemon_stop, shared)
+    stop = _add(
+        daemon,
+        "stop",
+        "stop; harnesses that run go on, and the next daemon takes them up",
+        _daemon_stop,
+        shared,
+    )
     stop.add_argument(
         "--timeout", type=float, default=10.0, metavar="S", help="seconds to wait for what runs (10)"
     )

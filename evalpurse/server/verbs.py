@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from evalpurse.server import show, skill
@@ -99,6 +100,7 @@ def _variant_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "timeout_s",
     )(options)
     given["run"] = given.pop("run_command")
+    given["repo"] = str(Path(options.repo).expanduser().resolve())
     if options.params is not None:
         given["params"] = json_object(options.params, "--params")
     if options.env is not None:
@@ -107,6 +109,11 @@ def _variant_arguments(options: argparse.Namespace) -> dict[str, Any]:
         given["patch"] = text_of(options.patch)
     return given
 
+
+EXPERIMENTS = (
+    "SELECT experiment_id, status, suite, variants, run_count, cap_usd, experiments.created_at "
+    "FROM experiments JOIN experiment_status USING (experiment_id) ORDER BY created_at DESC"
+)
 
 VERBS: tuple[Verb, ...] = (
     Verb(
@@ -199,6 +206,13 @@ VERBS: tuple[Verb, ...] = (
         tool="launch_experiment",
         arguments=_launch_arguments,
         show=show.launched,
+    ),
+    Verb(
+        ("experiments",),
+        "list experiments, newest first",
+        tool="query_results",
+        arguments=lambda _: {"sql": EXPERIMENTS},
+        show=show.rows,
     ),
     Verb(
         ("wait",),
