@@ -95,22 +95,13 @@ def _checked(path: Path, key: str, value: Any) -> Any:
     known = {field.name: field.default for field in fields(Settings)}
     if key not in known:
         raise ConfigError(f"{path}: setting '{key}' is not known.", hint=f"Known: {', '.join(known)}.")
-    if key == "local_isolation":
-        if value not in ("auto", "require", "off"):
-            raise ConfigError(f"{path}: {key} is {value!r}; it can be 'auto', 'require' or 'off'.")
-        return value
     default = known[key]
     if isinstance(default, tuple) or (key == "vault_command" and isinstance(value, list)):
         if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
             raise ConfigError(f"{path}: {key} must be a list of texts.")
         return tuple(value)
     if isinstance(default, str):
-        if not isinstance(value, str) or (key == "backend" and value not in ("local", "modal")):
-            raise ConfigError(
-                f"{path}: {key} is {value!r}; it must be a text"
-                + (", 'local' or 'modal'." if key == "backend" else ".")
-            )
-        return value
+        return _checked_text(path, key, value)
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise ConfigError(f"{path}: {key} is {value!r}; it can be true or false.")
@@ -121,4 +112,16 @@ def _checked(path: Path, key: str, value: Any) -> Any:
     if not number or not whole or not low <= value <= high:
         kind = "a number" if isinstance(default, float) else "a whole number"
         raise ConfigError(f"{path}: {key} is {value!r}; it must be {kind} from {low:g} to {high:g}.")
+    return value
+
+
+_CHOICES = {"local_isolation": ("auto", "require", "off"), "backend": ("local", "modal")}
+
+
+def _checked_text(path: Path, key: str, value: Any) -> str:
+    choices = _CHOICES.get(key)
+    if choices and value not in choices:
+        raise ConfigError(f"{path}: {key} is {value!r}; it can be {', '.join(map(repr, choices))}.")
+    if not isinstance(value, str):
+        raise ConfigError(f"{path}: {key} is {value!r}; it must be a text.")
     return value

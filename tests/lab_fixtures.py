@@ -55,10 +55,15 @@ def case(number: int, **changes: Any) -> CaseSpec:
 
 @asynccontextmanager
 async def open_lab(
-    home: Home, sandboxes: Sandboxes, *, settings: Settings | None = None, **backend: Any
+    home: Home,
+    sandboxes: Sandboxes,
+    *,
+    settings: Settings | None = None,
+    retry_delay_s: float = 0.0,
+    **backend: Any,
 ) -> AsyncIterator[Services]:
     """Services over fake sandboxes, quick to retry."""
-    chosen = replace(settings or Settings(), infra_retry_delay_s=0.0)
+    chosen = replace(settings or Settings(), infra_retry_delay_s=retry_delay_s)
     async with Services.open(home, chosen, backend=FakeBackend(sandboxes, **backend)) as services:
         yield services
 

@@ -145,6 +145,7 @@ def experiment(name: str, split: str) -> ExperimentRow:
         idempotency_key=f"{CANARY}-key",
         arguments_digest=f"{CANARY}-arguments",
         reuse=True,
+        rates="{}",
         created_at=START,
     )
 

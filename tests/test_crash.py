@@ -63,9 +63,12 @@ async def assert_whole(services: Services, home: Home, diary: Path) -> None:
     assert [row["outcome"] for row in rows] == ["scored"] * 12
     assert len({row["run_id"] for row in rows}) == 12
     attempts = await services.store.fetch("attempts_of_experiment", experiment_id=experiment_id)
-    assert sorted(row["run_id"] for row in attempts) == sorted(row["run_id"] for row in rows)
+    # An attempt that was cut between its claim and its process is lost, and tried again.
+    ended = [row for row in attempts if row["outcome"] != "infra_error"]
+    assert sorted(row["run_id"] for row in ended) == sorted(row["run_id"] for row in rows)
     starts = (await anyio.Path(diary).read_text(encoding="utf-8")).split()
-    assert sorted(starts) == sorted(row["attempt_id"] for row in attempts), "a harness ran twice, or never"
+    assert len(starts) == len(set(starts)), "a harness ran twice"
+    assert {row["attempt_id"] for row in ended} <= set(starts) <= {row["attempt_id"] for row in attempts}
     account = services.ledger.account(experiment_id)
     assert (account.held_nusd, account.posted_nusd) == (0, sum(row["cost_nusd"] for row in rows))
     assert services.ledger.open_holds() == []

@@ -268,7 +268,7 @@ def test_exit_codes_tell_usage_unreachable_failed_and_refused_apart(
     assert cli.main(["break", "it", "--json", *at]) == 1
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "internal"
     assert cli.main(["ask", *at]) == 1
-    assert "Add --yes to say so. [code: not_confirmed]" in capsys.readouterr().err
+    assert "An agent asks with request_budget. [code: not_confirmed]" in capsys.readouterr().err
     assert cli.main(["ask", "--yes", *at]) == 0
     with pytest.raises(SystemExit) as usage:
         cli.main(["nonsense"])

@@ -52,9 +52,12 @@ def sentence(
         Verdict.UNDECIDED: f"{new} and {old} cannot be told apart yet",
         Verdict.INDECISIVE_COVERAGE: f"No verdict on {new} against {old}, because {coverage.problem}",
     }[decision.verdict]
+    bound = ""
+    if decision.verdict is Verdict.NOT_WORSE:
+        bound = f"; one-sided, no lower than {found.lower_bound(alpha):+.3f}"
     numbers = (
         f"{_score(candidate)} against {_score(baseline)} on {_count(found.cases, 'shared case')} "
-        f"({found.delta:+.3f}, 95 % interval {found.low:+.3f} to {found.high:+.3f})"
+        f"({found.delta:+.3f}, 95 % interval {found.low:+.3f} to {found.high:+.3f}{bound})"
     )
     return f"{claim}: {numbers}{_cost_words(findings.cost, decision, alpha)}."
 

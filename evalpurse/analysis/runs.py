@@ -14,7 +14,8 @@ from datetime import datetime
 from evalpurse.analysis.errors import AnalysisError
 
 MISSING_OUTCOMES = frozenset({"infra_error", "grader_error"})
-"""Not counted, though the run was tried: lowers coverage. Every other uncounted outcome is outside it."""
+"""Not counted, though the run was tried: lowers coverage. So does a run that was cancelled while it ran:
+which runs a cancellation cuts depends on how they went. Every other uncounted outcome is outside it."""
 
 CaseValues = Mapping[str, Sequence[float]]
 """One number a counted run, by case; no case is empty."""
@@ -45,7 +46,8 @@ class RunFact:
 
     @property
     def missing(self) -> bool:
-        return not self.counted and self.outcome in MISSING_OUTCOMES
+        cut_short = self.outcome == "cancelled" and self.started_at is not None
+        return not self.counted and (self.outcome in MISSING_OUTCOMES or cut_short)
 
     @property
     def tried(self) -> bool:

@@ -268,7 +268,7 @@ class Ledger:
         if request is None:
             raise errors.RequestNotFoundError(
                 f"There is no budget request {request_id!r}.",
-                hint="`evalpurse budget requests` lists them.",
+                hint="`evalpurse budget status` lists them.",
                 request_id=request_id,
             )
         order = Order(kind, request_id + DECIDE_SUFFIX, request.account, Role(by), granted_nusd or 0)

@@ -229,7 +229,8 @@ def not_open(node: Node) -> errors.BudgetError:
         )
     return errors.AccountFrozenError(
         f"Account {node.name!r} is frozen: it takes nothing new.",
-        hint="The owner can look at the journal and unfreeze it.",
+        hint="Its owner looks with `evalpurse budget status`, then: "
+        f"evalpurse budget unfreeze {node.name} --reason '...'",
         account=node.name,
     )
 

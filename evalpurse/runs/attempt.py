@@ -9,6 +9,8 @@ recorded rows, or a sandbox, or proof that nothing was started.
 from __future__ import annotations
 
 import logging
+import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,8 +18,9 @@ from datetime import UTC, datetime
 import anyio
 
 from evalpurse.budget.accounts import Role
+from evalpurse.errors import EvalpurseError
 from evalpurse.runs.cases import CaseContent
-from evalpurse.runs.charge import NOTHING_RAN, Charge, CostSource, charge_for, sandbox_cost_nusd
+from evalpurse.runs.charge import NOTHING_RAN, Charge, CostSource, charge_for, sandbox_share_nusd
 from evalpurse.runs.errors import BackendRefusedError, GraderError, SandboxError
 from evalpurse.runs.graders import grade_all
 from evalpurse.runs.graders.metrics import HarnessMetrics, metrics_of
@@ -33,6 +36,9 @@ log = logging.getLogger(__name__)
 
 END_S = 2.0
 """Between the last look at the clock and the end of a remote sandbox: recording, and one call."""
+
+DISK_FULL_BYTES = 16 << 20
+"""Less free space than this may be what a harness failed at."""
 
 
 class Attempt:
@@ -57,6 +63,7 @@ class Attempt:
         self._refused = False
         self._sandbox = adopted
         self._intended = False
+        self._grading_s = 0.0
         self._intended_at = datetime.now(UTC)
         self.recorded: Outcome | None = None
         """The run's outcome, once its row is durable."""
@@ -101,7 +108,7 @@ class Attempt:
             self._refused = True
             self._on_refused(error)
             return await self._infra_error(str(error))
-        except SandboxError as error:
+        except EvalpurseError as error:
             return await self._infra_error(str(error))
         except Exception as error:
             log.exception("attempt %s failed inside evalpurse", self._job.attempt_id)
@@ -152,19 +159,30 @@ class Attempt:
 
     async def _judge(self, sandbox: Sandbox, ended: Ended, output: Output | None) -> Result:
         metrics = metrics_of(output) if output is not None else None
-        charge = self._charge(metrics)
+        charge = self._charge(metrics, ended)
         await self._freeze_if_overrun(charge)
         outcome = outcome_of_end(ended, over_allowance=charge.over_allowance)
+        if outcome is Outcome.AGENT_ERROR and self._disk_is_full():
+            full = f"The disk of this machine was full: {_end_text(outcome, ended)}"
+            return Result(Outcome.INFRA_ERROR, charge, ended, output, metrics, error=full)
         if not TREATMENTS[outcome].graded or output is None:
             return Result(outcome, charge, ended, output, metrics, error=_end_text(outcome, ended))
         self._step("grade")
         content = await self._lab.content(self._job.case)
+        began = time.monotonic()
         try:
             graded = await grade_all(content.graders, output, content, sandbox)
         except GraderError as error:
-            charge = self._charge(metrics)
+            self._grading_s = time.monotonic() - began
+            charge = self._charge(metrics, ended)
             return Result(Outcome.GRADER_ERROR, charge, ended, output, metrics, error=str(error))
-        return Result(Outcome.SCORED, self._charge(metrics), ended, output, metrics, graded)
+        self._grading_s = time.monotonic() - began
+        return Result(Outcome.SCORED, self._charge(metrics, ended), ended, output, metrics, graded)
+
+    def _disk_is_full(self) -> bool:
+        """Whether a harness on this machine may have failed for want of space that is not its fault."""
+        backend = self._lab.backend
+        return not backend.can_vanish and shutil.disk_usage(self._lab.home.path).free < DISK_FULL_BYTES
 
     async def _infra_error(self, error: str) -> Result:
         if self._sandbox is None:
@@ -187,7 +205,7 @@ class Attempt:
         if ended is None:  # no harness, so no model calls; the sandbox itself was there
             return Result(outcome, replace(NOTHING_RAN, sandbox_nusd=self._sandbox_nusd()), error=reason)
         metrics = metrics_of(output)
-        charge = self._charge(metrics)
+        charge = self._charge(metrics, ended)
         await self._freeze_if_overrun(charge)
         return Result(outcome, charge, ended, output, metrics, error=reason)
 
@@ -198,29 +216,31 @@ class Attempt:
             job.allowance_nusd, job.hold_nusd - job.allowance_nusd, CostSource.ASSUMED, note="It disappeared."
         )
 
-    def _charge(self, metrics: HarnessMetrics | None) -> Charge:
+    def _charge(self, metrics: HarnessMetrics | None, ended: Ended | None = None) -> Charge:
         return charge_for(
             metrics,
             allowance_nusd=self._job.allowance_nusd,
-            sandbox_nusd=self._sandbox_nusd(),
-            prices=self._lab.prices,
+            sandbox_nusd=self._sandbox_nusd(ended),
+            prices=self._job.prices,
             at=self._sandbox.created_at if self._sandbox is not None else datetime.now(UTC),
         )
 
-    def _sandbox_nusd(self) -> int:
-        """The sandbox's life at its limits, with the moment that its end still takes.
+    def _sandbox_nusd(self, ended: Ended | None = None) -> int:
+        """The sandbox's life at its limits, as a share of what is held for it.
 
-        One that somebody else keeps lives no longer than it was made for, whenever we look at the clock.
+        Where somebody else bills for it, it lives until we end it, with the moment that its end still takes,
+        and no longer than it was made for. On this machine, time after the harness's end is free.
         """
         if self._sandbox is None:
             return 0
+        job = self._job
         seconds = (datetime.now(UTC) - self._sandbox.created_at).total_seconds()
         if self._lab.backend.can_vanish:
-            limits = self._job.limits
-            longest = limits.timeout_s + limits.grade_timeout_s + limits.slack_s
-            seconds = min(seconds + END_S, longest)
-        rate = self._lab.backend.nusd_per_second(self._job.variant.spec.machine)
-        return sandbox_cost_nusd(seconds, rate)
+            seconds += END_S
+        elif ended is not None:
+            seconds = (ended.ended_at - self._sandbox.created_at).total_seconds() + self._grading_s
+        held_nusd = max(0, job.hold_nusd - job.allowance_nusd)
+        return sandbox_share_nusd(seconds, held_s=job.held_s, held_nusd=held_nusd)
 
     async def _conclude(self, result: Result, *, final: bool) -> None:
         """Record, remove, settle: each durable before the next, each repeated until it is done."""
@@ -254,6 +274,7 @@ class Attempt:
         job = self._job
         unpriced = charge.over_allowance and charge.source is CostSource.ASSUMED
         if charge.model_nusd > job.allowance_nusd or unpriced:
+            self._lab.overruns[job.planned.experiment_id] = f"Run {job.planned.run_id}: {charge.note}"
             await self._lab.until_written(
                 lambda: self._lab.ledger.freeze(
                     f"overrun:{job.attempt_id}",

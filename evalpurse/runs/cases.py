@@ -18,6 +18,7 @@ import anyio
 import anyio.to_thread
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from evalpurse.budget.accounts import Role
 from evalpurse.runs.content import canonical_json, check_size, checked_files, digest_of, file_bytes
 from evalpurse.runs.errors import (
     BadCasesError,
@@ -143,7 +144,9 @@ class Cases:
         self._store = store
         self._creating = anyio.Lock()
 
-    async def create(self, suite: str, cases: Sequence[CaseSpec], replace: bool = False) -> CreateCasesResult:
+    async def create(
+        self, suite: str, cases: Sequence[CaseSpec], replace: bool = False, *, by: Role = Role.OWNER
+    ) -> CreateCasesResult:
         """Adds cases to a suite, which is made when it is new: all of them, or none.
 
         Raises:
@@ -154,6 +157,8 @@ class Cases:
         contents = await anyio.to_thread.run_sync(_contents, cases)
         async with self._creating:
             newest = await self._newest(suite)
+            if by is not Role.OWNER:
+                _check_hidden(suite, cases, newest)
             changed = [
                 case
                 for case in cases
@@ -313,6 +318,30 @@ class Cases:
         if not newest:
             raise UnknownSuiteError.named(suite, [row["suite"] for row in await self._store.fetch("suites")])
         return newest
+
+
+def _check_hidden(suite: str, cases: Sequence[CaseSpec], newest: Mapping[str, CaseRow]) -> None:
+    """An agent neither changes holdout cases nor learns from an answer what is in them.
+
+    Raises:
+        CaseExistsError: ids that are taken by hidden cases, whatever the given content is.
+        BadCasesError: a case would move to another split.
+    """
+    taken = [case.id for case in cases if case.id in newest and newest[case.id].split != "dev"]
+    if taken:
+        raise CaseExistsError(
+            f"{len(taken)} ids of suite '{suite}' cannot be used: {_some(taken)}. Nothing was created.",
+            hint="Use other ids.",
+            cases=taken,
+        )
+    moved = [case.id for case in cases if case.id in newest and newest[case.id].split != case.split]
+    if moved:
+        raise BadCasesError(
+            f"{len(moved)} cases of suite '{suite}' would move to another split: {_some(moved)}. "
+            "Nothing was created.",
+            hint="Only the owner moves cases between splits.",
+            cases=moved,
+        )
 
 
 def _row(suite: str, case: CaseSpec, version: int, digest: str, now: datetime) -> CaseRow:

@@ -62,6 +62,16 @@ def sandbox_cost_nusd(seconds: float, nusd_per_second: int) -> int:
     return math.ceil(max(0.0, seconds) * nusd_per_second)
 
 
+def sandbox_share_nusd(seconds: float, *, held_s: float, held_nusd: int) -> int:
+    """The part of a hold for sandbox time that was used: in proportion, rounded up, never more than it.
+
+    The hold pins the rate: a price that changes later does not change what was agreed.
+    """
+    if held_s <= 0:
+        return 0
+    return min(held_nusd, math.ceil(held_nusd * max(0.0, seconds) / held_s))
+
+
 def hold_nusd(
     *, timeout_s: float, grade_timeout_s: float, slack_s: float, nusd_per_second: int, allowance_nusd: int
 ) -> int:

@@ -239,3 +239,9 @@ class UnknownWorldError(WorldError):
         return cls(
             f"There is no world '{name}'.", hint=f"{hint} Add one with: evalpurse world add DIR --name {name}"
         )
+
+
+class LedgerLostError(EvalpurseError):
+    """The ledger knows nothing of what the results say was paid for."""
+
+    code: ClassVar[str] = "ledger_lost"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from evalpurse.analysis.planning import minimum_detectable_effect
 from evalpurse.budget.money import format_usd
@@ -82,9 +83,7 @@ def estimate(
         run_count=len(plan),
         new_runs=len(new),
         reused_runs=len(plan) - len(new),
-        block_nusd=max(
-            (sum(worst[i : i + len(variants)]) for i in range(0, len(worst), len(variants))), default=0
-        ),
+        block_nusd=max((sum(cost for _, cost in block) for block in _blocks(new, worst)), default=0),
         worst_case_nusd=sum(worst),
         likely_nusd=None if likely is None else round(likely),
         free_nusd=free_nusd,
@@ -93,6 +92,12 @@ def estimate(
         warnings=(),
     )
     return Estimate(**{**found.__dict__, "warnings": _warnings(found, request, len(cases))})
+
+
+def _blocks(rows: Sequence[PlannedRunRow], worst: Sequence[int]) -> list[list[tuple[tuple[int, str], int]]]:
+    """Worst cases by block of one case and repeat; reuse makes blocks uneven."""
+    keyed = [((row.repeat, row.case_id), cost) for row, cost in zip(rows, worst, strict=True)]
+    return [list(block) for _, block in groupby(keyed, key=lambda one: one[0])]
 
 
 def _detectable(cases: int, repeats: int, variants: int) -> float | None:

@@ -6,6 +6,7 @@ its first holds are made together, and the same idempotency key always leads to 
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections import Counter
@@ -323,8 +324,19 @@ class Experiments:
             await runner.run()
         except Exception as error:
             log.exception("experiment %s failed inside evalpurse", runner.experiment_id)
-            await runner.fail(f"Internal error: {type(error).__name__}: {error}. See the daemon's log.")
-        if runner.over:
+            await self._fail(
+                runner, f"Internal error: {type(error).__name__}: {error}. See the daemon's log."
+            )
+        if runner.over and runner.experiment_id in self._runners:
+            del self._runners[runner.experiment_id]
+
+    async def _fail(self, runner: ExperimentRunner, reason: str) -> None:
+        try:
+            await runner.fail(reason)
+        except Exception:
+            # What it holds stays held: the next daemon takes it up again. The other experiments go on.
+            log.exception("experiment %s could not be closed after its fault", runner.experiment_id)
+            self._stuck[runner.experiment_id] = reason
             del self._runners[runner.experiment_id]
 
     async def _find(self, experiment_id: str) -> ExperimentRow | None:
@@ -355,6 +367,7 @@ class Experiments:
             idempotency_key=request.idempotency_key,
             arguments_digest=request.digest,
             reuse=request.reuse,
+            rates=json.dumps(dict(plan.rates)),
             created_at=datetime.now(UTC),
         )
 
@@ -380,7 +393,7 @@ class Experiments:
             held=runner.held if runner else 0,
             pending=runner.pending if runner else 0,
             cap_nusd=account.limit_nusd,
-            spent_nusd=account.posted_nusd,
+            spent_nusd=account.spent_nusd,
             held_nusd=account.held_nusd,
             created_at=experiment.created_at,
         )

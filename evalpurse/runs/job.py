@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from evalpurse.budget.prices import Prices
 from evalpurse.runs.cases import Case
 from evalpurse.runs.charge import Charge
 from evalpurse.runs.graders import Graded
@@ -18,7 +19,10 @@ from evalpurse.store.records import PlannedRunRow
 
 @dataclass(frozen=True)
 class Job:
-    """What one attempt has to do: a planned run with all that it needs."""
+    """What one attempt has to do: a planned run with all that it needs.
+
+    `hold_nusd` is what the ledger holds for it: the allowance, and `held_s` seconds of sandbox.
+    """
 
     planned: PlannedRunRow
     suite: str
@@ -28,7 +32,9 @@ class Job:
     prepared: Prepared | None
     limits: Limits
     allowance_nusd: int
+    prices: Prices
     hold_nusd: int
+    held_s: float
     number: int = 1
     charged_before_nusd: int = 0
 

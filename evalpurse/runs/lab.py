@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from pathlib import Path
 from typing import TypeVar
 
 import anyio
@@ -41,6 +42,11 @@ async def _nothing_left(_experiment_id: str) -> None:
     await anyio.lowlevel.checkpoint()
 
 
+def kept_prices(home: Home, digest: str) -> Path:
+    """Where the owner's price file is kept as it was under a digest."""
+    return home.path / "prices" / f"{digest}.toml"
+
+
 @dataclass
 class Lab:
     """Shared by all experiments of one daemon."""
@@ -60,6 +66,8 @@ class Lab:
     """Makes the backend ready for a launch; raises BadLaunchError with what to do when it cannot be."""
     ended: Callable[[str], Awaitable[None]] = _nothing_left
     """Told the id of an experiment that is over: the last moment to end what may be left of it."""
+    overruns: dict[str, str] = field(default_factory=dict)
+    """Why an experiment froze its chain, for people."""
     _contents: OrderedDict[str, CaseContent] = field(default_factory=OrderedDict)
 
     async def content(self, case: Case) -> CaseContent:
@@ -88,6 +96,20 @@ class Lab:
                 )
             values[name] = value
         return values
+
+    def prices_of(self, digest: str) -> Prices:
+        """The price list that an experiment was launched with; the present one if that is not kept."""
+        if digest == self.prices.digest:
+            return self.prices
+        kept = Prices.load_now(kept_prices(self.home, digest))
+        if kept.digest != digest:
+            log.warning(
+                "price list %s is not kept any more; its experiment goes on with %s",
+                digest,
+                self.prices.digest,
+            )
+            return self.prices
+        return kept
 
     @staticmethod
     def usd_text(nusd: int) -> str:

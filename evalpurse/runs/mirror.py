@@ -67,7 +67,7 @@ class Mirror:
                     account.account,
                     account.parent or "",
                     account.limit_nusd,
-                    account.posted_nusd,
+                    account.spent_nusd,  # with what went above a hold: it is spent too
                     account.held_nusd,
                     account.state,
                 )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 
-from evalpurse.budget.errors import ExceedsLimitError
+from evalpurse.budget.errors import BudgetError, ExceedsLimitError
 from evalpurse.budget.money import format_usd
+from evalpurse.budget.prices import ModelUsage
 from evalpurse.runs.cases import Case
+from evalpurse.runs.charge import CostSource
 from evalpurse.runs.errors import BadLaunchError, HiddenError
 from evalpurse.runs.estimate import Estimate, PastCost, estimate
 from evalpurse.runs.lab import Lab
@@ -28,6 +30,8 @@ class Plan:
     variants: Sequence[Variant]
     rows: Sequence[PlannedRunRow]
     estimate: Estimate
+    rates: Mapping[str, int]
+    """Nano-dollars a second of sandbox, by variant."""
 
 
 class Planner:
@@ -46,6 +50,11 @@ class Planner:
             UnknownAccountError: names that do not exist, with the nearest ones.
         """
         request.check()
+        if request.account.startswith("exp_"):
+            raise BadLaunchError(
+                f"account is {request.account!r}, which belongs to an experiment and ends with it.",
+                hint="Name workspace, or another purse from budget_status.",
+            )
         if request.split != "dev":
             raise HiddenError(
                 f"split is {request.split!r}; experiments run on 'dev' only.",
@@ -60,18 +69,31 @@ class Planner:
         rows = launch_order(request.experiment_id, cases, variants, request.repeats)
         if request.reuse and self._lab.settings.reuse:
             rows = await self._with_reuse(rows, request)
+        rates = {one.name: self._lab.backend.nusd_per_second(one.spec.machine) for one in variants}
         found = estimate(
             request,
             cases,
             variants,
             rows,
             free_nusd=self._lab.ledger.free(request.account),
-            nusd_per_second={
-                variant.name: self._lab.backend.nusd_per_second(variant.spec.machine) for variant in variants
-            },
+            nusd_per_second=rates,
             past=await self._past([variant.digest for variant in variants]),
         )
-        return Plan(request, cases, variants, rows, found)
+        frozen = self._lab.ledger.frozen_by(request.account)
+        if frozen:
+            warning = f"Account {frozen} is frozen: a launch is refused until its owner has released it."
+            found = replace(found, warnings=(warning, *found.warnings))
+        if found.new_runs and found.block_nusd > request.cap_nusd:
+            warning = f"{self._small_cap(request, found, len(variants))} A launch is refused."
+            found = replace(found, warnings=(warning,))
+        return Plan(request, cases, variants, rows, found, rates)
+
+    @staticmethod
+    def _small_cap(request: LaunchRequest, found: Estimate, variants: int) -> str:
+        return (
+            f"cap_usd is {format_usd(request.cap_nusd)}; the worst case of one block "
+            f"({variants} variants of one case) is {format_usd(found.block_nusd)}."
+        )
 
     def check_money(self, plan: Plan) -> None:
         """The rules a launch must pass and a dry run only reports.
@@ -92,8 +114,7 @@ class Planner:
             )
         if found.new_runs and found.block_nusd > request.cap_nusd:
             raise BadLaunchError(
-                f"cap_usd is {format_usd(request.cap_nusd)}; the worst case of one block "
-                f"({len(plan.variants)} variants of one case) is {format_usd(found.block_nusd)}.",
+                self._small_cap(request, found, len(plan.variants)),
                 hint="Raise cap_usd, or lower allowance_usd, the timeouts or the number of variants.",
             )
 
@@ -104,6 +125,7 @@ class Planner:
             return []
         ids = list(planned)
         earlier = [RunRow(**found) for found in await self._lab.store.fetch("runs_by_ids", run_ids=ids)]
+        earlier = await self._at_present_prices(earlier)
         rows: list[Record] = [reused_run_row(planned[row.run_id], row, at) for row in earlier]
         for found in await self._lab.store.fetch("scores_by_run_ids", run_ids=ids):
             row = planned[found["run_id"]]
@@ -118,6 +140,33 @@ class Planner:
                 )
             )
         return rows
+
+    async def _at_present_prices(self, runs: Sequence[RunRow]) -> list[RunRow]:
+        """Reused runs with what their reported usage costs now: new runs compare with them fairly."""
+        usage: dict[str, list[ModelUsage]] = {}
+        found = await self._lab.store.fetch("usage_by_run_ids", run_ids=[run.run_id for run in runs])
+        for row in found:
+            usage.setdefault(row["run_id"], []).append(
+                ModelUsage(
+                    model=row["model"],
+                    provider=row["provider"],
+                    input_tokens=row["input_tokens"],
+                    cached_tokens=row["cached_tokens"],
+                    output_tokens=row["output_tokens"],
+                    requests=row["requests"],
+                )
+            )
+        return [self._repriced(run, usage.get(run.run_id, [])) for run in runs]
+
+    def _repriced(self, run: RunRow, usage: Sequence[ModelUsage]) -> RunRow:
+        if run.cost_source != CostSource.REPORTED.value or not usage:
+            return run
+        now = datetime.now(UTC)
+        try:
+            cost_nusd = sum(self._lab.prices.cost(one, now).cost_nusd for one in usage)
+        except BudgetError:
+            return run  # a model that has no price any more keeps what it cost
+        return replace(run, model_cost_nusd=cost_nusd)
 
     def _check_size(self, request: LaunchRequest, cases: int) -> None:
         runs = cases * len(request.variants) * request.repeats

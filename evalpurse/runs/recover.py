@@ -20,7 +20,7 @@ import anyio
 from evalpurse.budget.accounts import HoldState
 from evalpurse.runs.lab import Lab
 from evalpurse.runs.outcomes import Outcome
-from evalpurse.runs.plan import blocks
+from evalpurse.runs.plan import attempt_id_of, blocks
 from evalpurse.runs.schedule import ExperimentRunner, Turn
 from evalpurse.store.records import AttemptRow, ExperimentRow, PlannedRunRow
 
@@ -154,13 +154,39 @@ async def _turn(lab: Lab, past: _Past, row: PlannedRunRow, going: dict[str, Hold
     number = earlier[-1].number + 1 if earlier else 1
     hold = going.get(row.run_id)
     if hold is None:
-        return Turn(row, number, charged)
+        return await _unheld_turn(lab, row, number, charged)
     sandbox = await lab.backend.find(hold.hold_id)
     if sandbox is None and lab.backend.can_vanish and hold.hold_id in past.intended:
         await _record_lost(lab, row, hold, number)
         del going[row.run_id]
         return Turn(row, number + 1, charged + hold.amount_nusd)
     return Turn(row, number, charged, adopted=sandbox)
+
+
+async def _unheld_turn(lab: Lab, row: PlannedRunRow, number: int, charged_nusd: int) -> Turn:
+    """A run without a hold has not begun, unless the results file has lost the rows of an attempt.
+
+    The ledger still knows what such an attempt was charged; its result is gone, and the run is tried again.
+    """
+    while (state := lab.ledger.hold_state(attempt_id_of(row.run_id, number))) is not None:
+        now = datetime.now(UTC)
+        lost = AttemptRow(
+            attempt_id=state.hold_id,
+            run_id=row.run_id,
+            experiment_id=row.experiment_id,
+            number=number,
+            backend=lab.backend.name,
+            outcome=Outcome.INFRA_ERROR.value,
+            cost_nusd=state.charged_nusd,
+            hold_nusd=state.amount_nusd,
+            detail="It was settled, but its rows were lost with the end of the results file's log.",
+            started_at=None,
+            ended_at=now,
+        )
+        await lab.store.append([lost])
+        charged_nusd += state.charged_nusd
+        number += 1
+    return Turn(row, number, charged_nusd)
 
 
 async def _record_lost(lab: Lab, row: PlannedRunRow, hold: HoldState, number: int) -> None:

@@ -7,6 +7,7 @@ each planned run is in exactly one place: pending (nothing held), ready (held, n
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from collections import Counter, deque
@@ -19,7 +20,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from evalpurse.budget.accounts import Hold, HoldPhase, Role
-from evalpurse.budget.errors import AccountFrozenError, ExceedsLimitError
+from evalpurse.budget.errors import AccountFrozenError, AccountInUseError, ExceedsLimitError
 from evalpurse.budget.ledger import HOLDS_MAX
 from evalpurse.budget.money import format_usd
 from evalpurse.runs.attempt import Attempt
@@ -56,6 +57,11 @@ def limits_of(case: Case, variant: Variant) -> Limits:
         grade_timeout_s=case.grade_timeout_s,
         slack_s=limits.slack_s + (RESTORE_SLACK_S if machine.restore or machine.docker else 0.0),
     )
+
+
+def held_seconds(limits: Limits) -> float:
+    """How long an attempt may keep its sandbox: harness, graders, start and end."""
+    return limits.timeout_s + limits.grade_timeout_s + limits.slack_s
 
 
 def worst_case_nusd(limits: Limits, nusd_per_second: int, allowance_nusd: int) -> int:
@@ -104,7 +110,10 @@ class ExperimentRunner:
         self._ready: deque[Turn] = deque()
         self._live: set[str] = set()
         self._open = {turn.planned.run_id: turn for block in self._pending for turn in block}
+        self._rates: dict[str, int] = json.loads(experiment.rates)
+        self._prices = lab.prices_of(experiment.prices_digest)
         self._begun: set[str] = set()
+        """Holds under which an attempt may have made its sandbox."""
         self.ended = ended
         self._prepared: dict[str, Prepared] = {}
         self._broken: dict[str, str] = {}
@@ -149,7 +158,7 @@ class ExperimentRunner:
 
     def worst_case_nusd(self, planned: PlannedRunRow) -> int:
         """The hold of one attempt of a planned run."""
-        rate = self._lab.backend.nusd_per_second(self._variants[planned.variant].spec.machine)
+        rate = self._rates[planned.variant]
         return worst_case_nusd(self._limits(planned), rate, self.experiment.allowance_nusd)
 
     # what others may do
@@ -312,7 +321,9 @@ class ExperimentRunner:
     def _why_unfunded(self) -> str:
         frozen = self._lab.ledger.frozen_by(self.experiment_id)
         if frozen:
-            return f"Account {frozen} is frozen."
+            why = self._lab.overruns.get(self.experiment_id, "")
+            way = f"Account {frozen} is frozen; its owner looks, then: evalpurse budget unfreeze {frozen}."
+            return f"{way} {why}".strip()
         need = sum(self.worst_case_nusd(turn.planned) for turn in self._pending[0])
         free = self._lab.ledger.free(self.experiment_id)
         return f"The next block needs {format_usd(need)} held; {format_usd(free)} is free."
@@ -331,8 +342,8 @@ class ExperimentRunner:
             self._touch()
 
     async def _attempts(self, turn: Turn) -> None:
-        self._begun.add(turn.planned.run_id)
         while True:
+            self._begun.add(turn.hold_id)
             attempt = self._attempt(turn)
             try:
                 last = turn.number > self._lab.settings.infra_retries
@@ -385,7 +396,7 @@ class ExperimentRunner:
         self._pending.clear()
         self._ready.clear()
         rest = list(self._open.values())
-        begun = [turn for turn in rest if turn.adopted is not None or turn.planned.run_id in self._begun]
+        begun = [turn for turn in rest if turn.adopted is not None or turn.hold_id in self._begun]
         async with anyio.create_task_group() as tasks:
             for turn in begun:
                 tasks.start_soon(self._abandon, turn, outcome, reason)
@@ -427,9 +438,14 @@ class ExperimentRunner:
     async def _close(self, status: str, reason: str) -> None:
         await self._lab.events.flush()
         await self._lab.until_written(partial(self._lab.ended, self.experiment_id))
-        await self._lab.until_written(
-            lambda: self._lab.ledger.close(f"close:{self.experiment_id}", self.experiment_id, by=Role.AGENT)
-        )
+        try:
+            await self._lab.until_written(
+                lambda: self._lab.ledger.close(
+                    f"close:{self.experiment_id}", self.experiment_id, by=Role.AGENT
+                )
+            )
+        except AccountInUseError as error:
+            log.warning("the account of %s stays open: %s", self.experiment_id, error)
         row = ExperimentStatusRow(self.experiment_id, status, reason, datetime.now(UTC))
         await self._lab.until_written(lambda: self._lab.store.append([row]))
         self.status, self.note = status, reason
@@ -451,7 +467,8 @@ class ExperimentRunner:
         )
 
     def _attempt(self, turn: Turn) -> Attempt:
-        planned = turn.planned
+        planned, limits = turn.planned, self._limits(turn.planned)
+        held = self._lab.ledger.hold_state(turn.hold_id)
         job = Job(
             planned=planned,
             suite=self.experiment.suite,
@@ -459,9 +476,11 @@ class ExperimentRunner:
             case=self._cases[planned.case_id],
             variant=self._variants[planned.variant],
             prepared=self._prepared.get(planned.variant),
-            limits=self._limits(planned),
+            limits=limits,
             allowance_nusd=self.experiment.allowance_nusd,
-            hold_nusd=self.worst_case_nusd(planned),
+            prices=self._prices,
+            hold_nusd=held.amount_nusd if held is not None else self.worst_case_nusd(planned),
+            held_s=held_seconds(limits),
             number=turn.number,
             charged_before_nusd=turn.charged_before_nusd,
         )

@@ -5,22 +5,25 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio
+import anyio.to_thread
 
+from evalpurse.budget.accounts import ROOT
 from evalpurse.budget.ledger import Ledger
 from evalpurse.budget.prices import Prices
 from evalpurse.config import Settings
 from evalpurse.home import Home
 from evalpurse.runs.cases import Cases
+from evalpurse.runs.errors import LedgerLostError
 from evalpurse.runs.events import EventLog
 from evalpurse.runs.experiments import Experiments
 from evalpurse.runs.images import Builder, Images
-from evalpurse.runs.lab import Lab
+from evalpurse.runs.lab import Lab, kept_prices
 from evalpurse.runs.mirror import Mirror
 from evalpurse.runs.results import Results
 from evalpurse.runs.sandboxes.modal_backend import ModalBackend
@@ -78,7 +81,9 @@ class Services:
             stack.push_async_callback(store.close)
             ledger = await Ledger.open(home.ledger_file)
             stack.push_async_callback(ledger.close_ledger)
+            check_ledger_belongs(ledger, await store.fetch("experiments"))
             prices = await Prices.load(home.path / "prices.toml")
+            await anyio.to_thread.run_sync(keep_prices, home, prices.digest)
             chosen = backend if backend is not None else _local(home, settings)
             stack.push_async_callback(chosen.close)
             worlds = Worlds(store, home)
@@ -167,6 +172,32 @@ async def _connected(backend: ModalBackend) -> Any:
     """The backend's own client, connected when it is first wanted."""
     await backend.connect()
     return backend.client
+
+
+def check_ledger_belongs(ledger: Ledger, experiments: Sequence[dict[str, Any]]) -> None:
+    """A ledger that is new beside results that were paid for has lost what was spent: nobody may go on by it.
+
+    Raises:
+        LedgerLostError: says how many experiments it knows nothing of.
+    """
+    if experiments and len(ledger.accounts()) == 1 and ledger.account(ROOT).limit_nusd == 0:
+        raise LedgerLostError(
+            f"The ledger is empty, but the results hold {len(experiments)} experiments that were paid for.",
+            hint="Put back ledger.sqlite from your own backup of this home folder. To begin anew on purpose, "
+            "move results.duckdb and blobs away as well.",
+        )
+
+
+def keep_prices(home: Home, digest: str) -> None:
+    """Keeps the owner's price file as it is now: an experiment goes on at the prices it was launched with."""
+    kept = kept_prices(home, digest)
+    if not kept.exists():
+        given = home.path / "prices.toml"
+        content = given.read_bytes() if given.exists() else b""
+        kept.parent.mkdir(mode=0o700, exist_ok=True)
+        draft = kept.with_suffix(".new")
+        draft.write_bytes(content)
+        draft.replace(kept)
 
 
 def _local(home: Home, settings: Settings) -> Backend:

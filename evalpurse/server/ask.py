@@ -84,7 +84,10 @@ def _shown(verb: Verb, facts: dict[str, Any], text: str) -> str:
 
 def _confirm(question: str) -> None:
     if not sys.stdin.isatty():
-        raise NotConfirmedError(f"{question} Nobody is there to answer.", hint="Add --yes to say so.")
+        raise NotConfirmedError(
+            f"{question} Nobody is there to answer.",
+            hint="A person answers in a terminal. An agent asks with request_budget.",
+        )
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise NotConfirmedError("Nothing was changed.")

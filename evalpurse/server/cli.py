@@ -19,6 +19,7 @@ from evalpurse import __version__
 from evalpurse.errors import EvalpurseError
 from evalpurse.home import Home
 from evalpurse.server.errors import UnreachableError
+from evalpurse.server.show import plain
 from evalpurse.server.spawn import DAEMON_MODULE, Launch
 
 if TYPE_CHECKING:
@@ -71,7 +72,13 @@ def parser(verbs: Sequence[Verb]) -> argparse.ArgumentParser:
     )
     groups[("daemon",)] = daemon
     _add(daemon, "start", "start the daemon if none runs", _daemon_start, shared)
-    stop = _add(daemon, "stop", "let what runs come to an end, then stop", _daemon_stop, shared)
+    stop = _add(
+        daemon,
+        "stop",
+        "stop; harnesses that run go on, and the next daemon takes them up",
+        _daemon_stop,
+        shared,
+    )
     stop.add_argument(
         "--timeout", type=float, default=10.0, metavar="S", help="seconds to wait for what runs (10)"
     )
@@ -134,7 +141,7 @@ def launch_of(options: argparse.Namespace) -> Launch:
 
 def show(options: argparse.Namespace, facts: dict[str, Any], text: str) -> None:
     """One answer, for a program or for a person."""
-    print(json.dumps(facts) if options.json else text)
+    print(json.dumps(facts) if options.json else plain(text))
 
 
 def _mcp(options: argparse.Namespace) -> int:

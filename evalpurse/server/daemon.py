@@ -192,6 +192,7 @@ class Daemon:
             socket=None if self._tcp else str(self.home.socket_file),
             tcp_port=local_port(listener) if self._tcp else None,
             http_port=self._http_port,
+            home=str(self.home.path),
         )
 
     def _register_control(self) -> None:

@@ -61,3 +61,8 @@ def _parsed(text: str, where: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise GivenError(f"{where} is not JSON: {error}.") from error
+
+
+def dollars(given: str) -> float:
+    """An amount as a person writes it, `2.50` or `$2.50`; ValueError when it is neither."""
+    return float(given.removeprefix("$").replace(",", ""))

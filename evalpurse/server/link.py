@@ -34,15 +34,18 @@ class Address:
     socket: str | None = None
     tcp_port: int | None = None
     http_port: int | None = None
+    home: str | None = None
+    """The folder it serves: a copied daemon.json must not lead to the daemon of the original."""
 
     @classmethod
     def read(cls, home: Home) -> Address | None:
         """The address of the daemon that last opened its doors here; nothing when there is none."""
         try:
             said = json.loads(home.daemon_file.read_bytes())
-            return cls(**{name: said.get(name) for name in cls.__dataclass_fields__})
+            address = cls(**{name: said.get(name) for name in cls.__dataclass_fields__})
         except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
             return None
+        return address if address.home == str(home.path) else None
 
     def write(self, home: Home) -> None:
         """Replaces daemon.json in one step, so that a client reads the old one or the new one."""

@@ -68,8 +68,10 @@ def register(control: Registry, ready: Ready) -> None:
         return _shown(await ledger.unfreeze(_once("unfreeze"), name, reason=reason, by=Role(session.role)))
 
     async def verify(_params: dict[str, Any], _session: Session) -> dict[str, Any]:
-        found = await (await ready()).ledger.verify()
+        ledger = (await ready()).ledger
+        found = await ledger.verify()
         return {
+            "overruns": [one.account for one in ledger.accounts() if one.overrun_nusd],
             "clean": found.clean,
             "entries": found.entries,
             "accounts": found.accounts,

@@ -11,6 +11,14 @@ from typing import Any
 CELL_CHARS_MAX = 60
 
 
+def plain(text: str) -> str:
+    """Text that a terminal shows and does not obey: what a harness wrote may hold escape sequences."""
+    return "".join(
+        character if character in "\n\t" or character.isprintable() else repr(character)[1:-1]
+        for character in text
+    )
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Columns as wide as their longest cell; numbers to the right."""
     cells = [[_cell(value) for value in row] for row in rows]
@@ -45,7 +53,10 @@ def usd(value: float | None) -> str:
     """Dollars with enough digits to tell small costs apart."""
     if value is None:
         return "-"
-    return f"${value:,.2f}" if value == 0 or abs(value) >= 1 else f"${value:.6f}".rstrip("0")
+    if value == 0 or abs(value) >= 1:
+        return f"${value:,.2f}"
+    exact = f"{value:.9f}".rstrip("0")
+    return f"${exact}" if len(exact.partition(".")[2]) >= 2 else f"${value:.2f}"
 
 
 def _after(facts: dict[str, Any]) -> str:
@@ -98,7 +109,8 @@ def launched(facts: dict[str, Any]) -> str:
         lines.append(
             f"{found['runs']} runs, {found['reused_runs']} of them reused; worst case "
             f"{usd(found['worst_case_usd'])}, likely {usd(found.get('likely_usd'))}, "
-            f"{usd(found['free_usd'])} free, {found['funded_runs']} funded at once."
+            f"{usd(found['free_usd'])} free, "
+            f"{found['funded_runs']} of {found['new_runs']} new runs funded at once."
         )
         if found.get("detectable") is not None:
             lines.append(
@@ -177,6 +189,10 @@ def run(facts: dict[str, Any]) -> str:
         f"exit code {facts.get('exit_code', '-')}. {facts['error']}".rstrip(),
     ]
     lines += [f"  {one['grader'] or 'metric'} {one['name']} = {one['value']:g}" for one in facts["scores"]]
+    lines += [
+        f"  attempt {one['attempt_id']}: {one['outcome']}, {usd(one['cost_usd'])}. {one['detail']}".rstrip()
+        for one in facts["attempts"]
+    ]
     shown = f"bytes {facts['offset']}.. of {facts['total_bytes']}"
     lines += [f"--- {facts['part']} ({shown})", facts["text"]]
     if "next_offset" in facts:
@@ -229,5 +245,8 @@ def verified(facts: dict[str, Any]) -> str:
     """What the audit found."""
     counted = f"{facts['entries']} entries, {facts['accounts']} accounts, {facts['holds']} holds"
     if facts["clean"]:
-        return f"Clean: {counted}; journal, stored balances and memory agree."
+        over = "".join(
+            f"\n{name} has an overrun: more was charged than was held." for name in facts["overruns"]
+        )
+        return f"Clean: {counted}; journal, stored balances and memory agree.{over}"
     return f"NOT clean ({counted}):\n" + "\n".join(facts["problems"])

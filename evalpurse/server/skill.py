@@ -220,6 +220,6 @@ def _facts(copy: Installed) -> dict[str, Any]:
 
 
 def _notes(base: Path, folders: Sequence[Path]) -> list[str]:
-    if (base / ".claude").is_dir() and base / CLAUDE_FOLDER not in folders:
+    if base / CLAUDE_FOLDER not in folders:
         return ["Claude Code reads only .claude/skills; add --agent claude for it."]
     return []

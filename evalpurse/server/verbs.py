@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from evalpurse.server import show, show_modal, show_warm, show_worlds, skill
-from evalpurse.server.given import json_object, json_values, text_of
+from evalpurse.server.given import dollars, json_object, json_values, text_of
 from evalpurse.server.secret_files import list_secrets, set_secret
 
 Arguments = Callable[[argparse.Namespace], dict[str, Any]]
@@ -110,6 +110,7 @@ def _variant_arguments(options: argparse.Namespace) -> dict[str, Any]:
         *_MACHINE,
     )(options)
     given["run"] = given.pop("run_command")
+    given["repo"] = str(Path(options.repo).expanduser().resolve())
     if options.params is not None:
         given["params"] = json_object(options.params, "--params")
     if options.env is not None:
@@ -118,6 +119,11 @@ def _variant_arguments(options: argparse.Namespace) -> dict[str, Any]:
         given["patch"] = text_of(options.patch)
     return given
 
+
+EXPERIMENTS = (
+    "SELECT experiment_id, status, suite, variants, run_count, cap_usd, experiments.created_at "
+    "FROM experiments JOIN experiment_status USING (experiment_id) ORDER BY created_at DESC"
+)
 
 VERBS: tuple[Verb, ...] = (
     Verb(
@@ -197,11 +203,11 @@ VERBS: tuple[Verb, ...] = (
         (
             _option("suite", help="suite whose dev cases are run"),
             _option("variants", nargs="+", help="variants, the baseline first"),
-            _option("--cap", dest="cap_usd", type=float, required=True, help="dollars it may ever cost"),
+            _option("--cap", dest="cap_usd", type=dollars, required=True, help="dollars it may ever cost"),
             _option(
                 "--allowance",
                 dest="allowance_usd",
-                type=float,
+                type=dollars,
                 required=True,
                 help="dollars for models a run",
             ),
@@ -224,6 +230,13 @@ VERBS: tuple[Verb, ...] = (
         tool="launch_experiment",
         arguments=_launch_arguments,
         show=show.launched,
+    ),
+    Verb(
+        ("experiments",),
+        "list experiments, newest first",
+        tool="query_results",
+        arguments=lambda _: {"sql": EXPERIMENTS},
+        show=show.rows,
     ),
     Verb(
         ("wait",),
@@ -300,7 +313,7 @@ VERBS: tuple[Verb, ...] = (
         ("budget", "request"),
         "ask the owner for more",
         (
-            _option("amount_usd", type=float, help="dollars to add to the limit"),
+            _option("amount_usd", type=dollars, help="dollars to add to the limit"),
             _option("--reason", required=True, help="what it is for"),
             _option("--account", help="account whose limit should grow (workspace)"),
         ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 
 from evalpurse.store.errors import StoreLockedError
@@ -31,6 +32,9 @@ else:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+DEAD_HOLDER_S = 5.0
+
+
 class DataLock:
     """Held from construction to `release()`.
 
@@ -42,7 +46,7 @@ class DataLock:
         # Not inheritable (the default of os.open): a harness must not keep the lock of a dead daemon.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            _take(descriptor)
+            _take_from_the_dead(descriptor)
         except OSError as error:
             holder = _holder(descriptor)
             os.close(descriptor)
@@ -64,6 +68,35 @@ class DataLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _take_from_the_dead(descriptor: int) -> None:
+    """Takes the lock, waiting a moment for a holder that has died.
+
+    A process that it was just starting shares its descriptors until it executes its own program, and so keeps
+    the lock for some milliseconds after a kill.
+    """
+    deadline = time.monotonic() + DEAD_HOLDER_S
+    while True:
+        try:
+            _take(descriptor)
+        except OSError:
+            holder = _holder(descriptor)
+            if holder is None or _is_alive(holder) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+        else:
+            return
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is someone else's, or the system does not tell
+        return True
+    return True
 
 
 def _holder(descriptor: int) -> int | None:

@@ -177,6 +177,7 @@ TABLES: Final = (
             _count("max_parallel", "most runs alive at once"),
             _text("backend", "where sandboxes ran: 'local' or 'modal'"),
             _text("prices_digest", "identity of the price list it was priced with"),
+            _text("rates", "JSON: nano-dollars a second of sandbox, by variant"),
             _text("baseline", "variant that the others are compared with, or empty"),
             _flag("reuse", "whether results already paid for may be taken over"),
             _time("created_at", "when it was launched"),

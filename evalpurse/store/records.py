@@ -74,6 +74,8 @@ class WorldRow(Record):
 
 @dataclass(frozen=True)
 class ExperimentRow(Record):
+    """`rates` is JSON: the price of a second of sandbox in nano-dollars by variant, pinned at the launch."""
+
     TABLE: ClassVar[str] = "experiments"
     experiment_id: str
     suite: str
@@ -93,6 +95,7 @@ class ExperimentRow(Record):
     idempotency_key: str
     arguments_digest: str
     reuse: bool
+    rates: str
     created_at: datetime
 
 

@@ -27,7 +27,7 @@ class AccountModel(BaseModel):
     held_usd: float = Field(
         description="Reserved for runs that are not settled; what they do not use comes back."
     )
-    free_usd: float = Field(description="The least of limit - spent - held on the way up to the workspace.")
+    free_usd: float = Field(description="The least of limit - spent - held on the way up; 0 when frozen.")
     overrun_usd: float | None = Field(default=None, description="Recorded above a hold; the owner must look.")
 
 
@@ -116,7 +116,9 @@ def register(toolbox: Toolbox) -> None:
         decide = f"evalpurse budget decide {made.request_id} --grant {format_usd(amount).lstrip('$')}"
         return RequestAnswer(
             request=request_model(made),
-            hint=f"The owner decides with: {decide}" if made.state is RequestState.PENDING else "",
+            hint=f"The owner decides with: {decide}"
+            if made.state is RequestState.PENDING
+            else "This request was decided before. To ask for more, say in the reason what has changed.",
             next="Go on with what the purse still covers; budget_status shows the decision.",
         )
 
@@ -131,7 +133,7 @@ def _account(call: Call, name: str) -> AccountModel:
         limit_usd=usd(found.limit_nusd),
         spent_usd=usd(found.spent_nusd),
         held_usd=usd(found.held_nusd),
-        free_usd=usd(ledger.free(name)),
+        free_usd=0.0 if ledger.frozen_by(name) else usd(ledger.free(name)),
         overrun_usd=usd_or_none(found.overrun_nusd or None),
     )
 

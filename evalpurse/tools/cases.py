@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
+from evalpurse.budget.accounts import Role
 from evalpurse.runs.cases import CaseSpec
 from evalpurse.tools.texts import fitting, fitting_names
 from evalpurse.tools.toolbox import PAGE_BYTES_TARGET, Answer, Call, Toolbox
@@ -67,7 +68,7 @@ def register(toolbox: Toolbox) -> None:
         Cases are kept for ever; changing one makes a new version, and results of the old one stay apart.
         Cases with split "holdout" are never shown again and not run by launch_experiment.
         """
-        made = await call.services.cases.create(suite, cases, replace=replace)
+        made = await call.services.cases.create(suite, cases, replace=replace, by=Role(call.session.role))
         named = [fitting_names(ids, IDS_BYTES) for ids in (made.created, made.new_versions, made.unchanged)]
         cut = sum(map(len, named)) < len(cases)
         return CreatedCases(

@@ -106,6 +106,8 @@ def _next_step(status: Status) -> str:
         return f"wait_experiment('{status.experiment_id}') again."
     if status.status == "failed":
         return "Read the note; the daemon's log has the trace."
+    if "frozen" in status.note:
+        return f"Its account is frozen, which the owner must look at: {status.note}"
     unfunded = status.ended.get("unfunded", 0)
     more = f" {unfunded} runs were not funded: request_budget asks for more." if unfunded else ""
     return f"compare_variants('{status.experiment_id}').{more}"
@@ -148,9 +150,9 @@ def register(toolbox: Toolbox) -> None:
         ] = True,
         dry_run: Annotated[bool, Field(description="Only say what it would hold, cost and detect.")] = False,
     ) -> LaunchAnswer:
-        """Launches suite x variants x repeats as one experiment under a cap that cannot be exceeded.
+        """Launches suite x variants x repeats as one experiment; nothing starts that its cap does not cover.
 
-        The worst case of every run is held before it starts; what a run does not use comes back. When the
+        The worst case of every run is held before it starts; what it does not use comes back. When the
         purse cannot cover the whole batch, blocks start as money comes back, and the rest ends as unfunded.
         Returns at once; the experiment goes on without you. Call with dry_run=true first. Repeating a call
         with the same key never pays twice. Experiments and their results are kept until the owner deletes
@@ -213,9 +215,7 @@ def register(toolbox: Toolbox) -> None:
 
         async def report() -> None:
             async for status in receive:
-                await call.progress(
-                    status.done, status.run_count, f"{status.done}/{status.run_count} runs ended"
-                )
+                await call.progress(status.done, status.run_count, "runs ended")
 
         async with receive, anyio.create_task_group() as tasks, send:
             tasks.start_soon(report)

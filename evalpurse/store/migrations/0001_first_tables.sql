@@ -61,6 +61,7 @@ CREATE TABLE experiments (
   idempotency_key VARCHAR NOT NULL,
   arguments_digest VARCHAR NOT NULL,
   reuse BOOLEAN NOT NULL,
+  rates VARCHAR NOT NULL,
   created_at TIMESTAMPTZ NOT NULL
 );
 

@@ -24,6 +24,12 @@ SELECT * FROM runs SEMI JOIN (SELECT unnest($run_ids::VARCHAR[]) AS run_id) USIN
 -- All numbers of runs by their ids.
 SELECT * FROM scores SEMI JOIN (SELECT unnest($run_ids::VARCHAR[]) AS run_id) USING (run_id)
 
+-- name: usage_by_run_ids
+-- Model usage of the last attempt of runs by their ids.
+SELECT usage.* FROM usage
+SEMI JOIN (SELECT unnest($run_ids::VARCHAR[]) AS run_id) USING (run_id)
+QUALIFY attempt_id = max(attempt_id) OVER (PARTITION BY run_id)
+
 -- name: past_costs
 -- What counted, paid runs of some variants cost each, in nano-dollars.
 SELECT variant_digest, count(*) AS runs, avg(model_cost_nusd + sandbox_cost_nusd) AS mean_nusd
