@@ -124,7 +124,9 @@ def told(error: Exception, doing: str) -> EvalpurseError:
             quota=False,
         )
     if meaning is Meaning.REFUSED:
-        return BackendRefusedError(f"Modal refused {what}", hint="No repetition helps: change the variant or its case.", quota=False)
+        return BackendRefusedError(
+            f"Modal refused {what}", hint="No repetition helps: change the variant or its case.", quota=False
+        )
     return SandboxError(f"Modal failed {what}")
 
 
