@@ -80,11 +80,17 @@ class Attempt:
                 if self._sandbox is None and not may_start():
                     return None
                 result = await self._carry_out()
+                if self._lab.backend.can_vanish:
+                    # Its place is taken until its sandbox is gone: somebody else counts what is alive.
+                    return await self._shielded_end(result, last=last)
         except anyio.get_cancelled_exc_class():
             if not self._leaving():
                 with anyio.CancelScope(shield=True):
                     await self.abandon(Outcome.CANCELLED, "Cancelled.")
             raise
+        return await self._shielded_end(result, last=last)
+
+    async def _shielded_end(self, result: Result, *, last: bool) -> Result:
         with anyio.CancelScope(shield=True):
             last = last or self._refused
             await self._conclude(result, final=last or not TREATMENTS[result.outcome].retried)
