@@ -121,12 +121,12 @@ async def gone(marker: str) -> None:
 
 
 async def test_a_command_runs_and_its_streams_and_exit_code_come_back(each_mode: Bed) -> None:
-    sandbox = await each_mode.sandbox(workdir="/work", env={"GREETING": "hi"})
+    sandbox = await each_mode.sandbox(workdir="/srv", env={"GREETING": "hi"})
     out, err, code = await each_mode.sh(
         sandbox, "echo $GREETING $EXTRA; pwd; echo bad >&2; exit 3", env={"EXTRA": "there"}
     )
     assert (out.splitlines()[0], err, code) == ("hi there", "bad\n", 3)
-    assert out.splitlines()[1].endswith("/work")
+    assert out.splitlines()[1].endswith("/srv")
     killed = await sandbox.exec.aio("sh", "-c", "kill -9 $$")
     assert await killed.wait.aio() == 137
     assert await killed.poll.aio() == 137
@@ -310,10 +310,10 @@ async def test_files_go_in_and_out(each_mode: Bed, tmp_path: Path) -> None:
 
 async def test_links_do_not_lead_file_operations_out_of_the_sandbox(bed: Bed) -> None:
     sandbox = await bed.sandbox()
-    await bed.sh(sandbox, "ln -s /evalpurse/real /work/link; ln -s ../../../../../evalpurse /work/up")
-    await sandbox.filesystem.write_text.aio("here", "/work/link")
+    await bed.sh(sandbox, "ln -s /evalpurse/real /srv/link; ln -s ../../../../../evalpurse /srv/up")
+    await sandbox.filesystem.write_text.aio("here", "/srv/link")
     assert (await bed.sh(sandbox, "cat /evalpurse/real"))[0] == "here"
-    assert await sandbox.filesystem.read_text.aio("/work/up/real") == "here"
+    assert await sandbox.filesystem.read_text.aio("/srv/up/real") == "here"
 
 
 async def test_streams_resume_exactly_after_a_lost_connection(bed: Bed) -> None:
@@ -415,8 +415,8 @@ async def test_images_run_their_steps_once_and_name_the_step_that_fails(
     built = (
         modal.Image.debian_slim()
         .env({"FLAVOUR": "plum"})
-        .workdir("/work/app")
-        .add_local_dir(tmp_path / "src", "/work/app", copy=True)
+        .workdir("/srv/app")
+        .add_local_dir(tmp_path / "src", "/srv/app", copy=True)
         .run_commands("sh run.sh > /evalpurse/result && echo $FLAVOUR >> /evalpurse/result")
         .add_local_file(tmp_path / "src" / "run.sh", "/evalpurse/late.sh")
     )
@@ -460,17 +460,17 @@ async def test_a_dockerfile_is_followed(bed: Bed, tmp_path: Path) -> None:
 
 
 async def test_a_snapshot_is_an_image_for_later_sandboxes(each_mode: Bed) -> None:
-    sandbox = await each_mode.sandbox(workdir="/work")
+    sandbox = await each_mode.sandbox(workdir="/srv")
     await each_mode.sh(
-        sandbox, "echo warm > /evalpurse/state; mkdir /work/d; chmod 700 /work/d; ln -s d /work/l"
+        sandbox, "echo warm > /evalpurse/state; mkdir /srv/d; chmod 700 /srv/d; ln -s d /srv/l"
     )
     image = await sandbox.snapshot_filesystem.aio()
     await each_mode.sh(sandbox, "echo later > /evalpurse/state")
     warm = await modal.Sandbox.create.aio(app=each_mode.app, image=image, client=each_mode.client)
-    assert (await each_mode.sh(warm, "cat /evalpurse/state; stat -c %a /work/d; readlink /work/l"))[
+    assert (await each_mode.sh(warm, "cat /evalpurse/state; stat -c %a /srv/d; readlink /srv/l"))[
         0
     ] == "warm\n700\nd\n"
-    folder = await warm.snapshot_directory.aio("/work")
+    folder = await warm.snapshot_directory.aio("/srv")
     await sandbox.mount_image.aio("/evalpurse/mounted", folder)
     assert (await each_mode.sh(sandbox, "ls /evalpurse/mounted"))[0] == "d\nl\n"
     again = modal.Image.from_id(image.object_id, client=each_mode.client)

@@ -157,7 +157,10 @@ async def _turn(lab: Lab, past: _Past, row: PlannedRunRow, going: dict[str, Hold
         return await _unheld_turn(lab, row, number, charged)
     sandbox = await lab.backend.find(hold.hold_id)
     if sandbox is None and lab.backend.can_vanish and hold.hold_id in past.intended:
-        await _record_lost(lab, row, hold, number)
+        # Nothing proves that it cost less than its hold.
+        why = "The sandbox disappeared while no daemon was running; its whole hold was charged."
+        await _record_lost(lab, row, hold, number, hold.amount_nusd, why)
+        await lab.ledger.settle(hold.hold_id, hold.amount_nusd, detail=Outcome.INFRA_ERROR.value)
         del going[row.run_id]
         return Turn(row, number + 1, charged + hold.amount_nusd)
     return Turn(row, number, charged, adopted=sandbox)
@@ -169,29 +172,17 @@ async def _unheld_turn(lab: Lab, row: PlannedRunRow, number: int, charged_nusd: 
     The ledger still knows what such an attempt was charged; its result is gone, and the run is tried again.
     """
     while (state := lab.ledger.hold_state(attempt_id_of(row.run_id, number))) is not None:
-        now = datetime.now(UTC)
-        lost = AttemptRow(
-            attempt_id=state.hold_id,
-            run_id=row.run_id,
-            experiment_id=row.experiment_id,
-            number=number,
-            backend=lab.backend.name,
-            outcome=Outcome.INFRA_ERROR.value,
-            cost_nusd=state.charged_nusd,
-            hold_nusd=state.amount_nusd,
-            detail="It was settled, but its rows were lost with the end of the results file's log.",
-            started_at=None,
-            ended_at=now,
-        )
-        await lab.store.append([lost])
+        why = "It was settled, but its rows were lost with the end of the results file's log."
+        await _record_lost(lab, row, state, number, state.charged_nusd, why)
         charged_nusd += state.charged_nusd
         number += 1
     return Turn(row, number, charged_nusd)
 
 
-async def _record_lost(lab: Lab, row: PlannedRunRow, hold: HoldState, number: int) -> None:
-    """A sandbox that was asked for and is gone: nothing proves that it cost less than its hold."""
-    now = datetime.now(UTC)
+async def _record_lost(
+    lab: Lab, row: PlannedRunRow, hold: HoldState, number: int, cost_nusd: int, why: str
+) -> None:
+    """An attempt that left no result: what it cost stays on record, and the run is tried again."""
     lost = AttemptRow(
         attempt_id=hold.hold_id,
         run_id=row.run_id,
@@ -199,11 +190,10 @@ async def _record_lost(lab: Lab, row: PlannedRunRow, hold: HoldState, number: in
         number=number,
         backend=lab.backend.name,
         outcome=Outcome.INFRA_ERROR.value,
-        cost_nusd=hold.amount_nusd,
+        cost_nusd=cost_nusd,
         hold_nusd=hold.amount_nusd,
-        detail="The sandbox disappeared while no daemon was running; its whole hold was charged.",
+        detail=why,
         started_at=None,
-        ended_at=now,
+        ended_at=datetime.now(UTC),
     )
     await lab.store.append([lost])
-    await lab.ledger.settle(hold.hold_id, hold.amount_nusd, detail=Outcome.INFRA_ERROR.value)

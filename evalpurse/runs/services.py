@@ -77,30 +77,8 @@ class Services:
                 damaged; the message says what to do.
         """
         async with AsyncExitStack() as stack:
-            store = await Store.open(home)
-            stack.push_async_callback(store.close)
-            ledger = await Ledger.open(home.ledger_file)
-            stack.push_async_callback(ledger.close_ledger)
-            check_ledger_belongs(ledger, await store.fetch("experiments"))
-            prices = await Prices.load(home.path / "prices.toml")
-            await anyio.to_thread.run_sync(keep_prices, home, prices.digest)
-            chosen = backend if backend is not None else _local(home, settings)
-            stack.push_async_callback(chosen.close)
-            worlds = Worlds(store, home)
-            cases, variants, events = Cases(store), Variants(store, home, worlds), EventLog(store)
-            lab = Lab(
-                home=home,
-                home_id=home.identity(),
-                settings=settings,
-                store=store,
-                ledger=ledger,
-                prices=prices,
-                backend=chosen,
-                cases=cases,
-                variants=variants,
-                events=events,
-                slots=anyio.CapacityLimiter(settings.local_max_parallel),
-            )
+            lab, worlds = await _open_lab(stack, home, settings, backend)
+            store, ledger = lab.store, lab.ledger
             modal, warmer = _modal(home, settings, worlds, store)
             stack.push_async_callback(modal.close)
             remote = replace(
@@ -117,7 +95,7 @@ class Services:
             vault = Vault(home, settings, store, ledger, functools.partial(_connected, modal))
             async with anyio.create_task_group() as tasks:
                 experiments = Experiments(labs, tasks)
-                tasks.start_soon(events.run)
+                tasks.start_soon(lab.events.run)
                 tasks.start_soon(mirror.run)
                 tasks.start_soon(vault.run)
                 await experiments.recover()
@@ -130,12 +108,12 @@ class Services:
                     settings,
                     store,
                     ledger,
-                    prices,
-                    chosen,
+                    lab.prices,
+                    lab.backend,
                     modal,
                     sweep,
-                    cases,
-                    variants,
+                    lab.cases,
+                    lab.variants,
                     experiments,
                     results,
                     queries,
@@ -145,9 +123,39 @@ class Services:
                 )
                 await experiments.leave()
                 with anyio.CancelScope(shield=True):
-                    await events.flush()
+                    await lab.events.flush()
                     await mirror.copy()
                 tasks.cancel_scope.cancel()
+
+
+async def _open_lab(
+    stack: AsyncExitStack, home: Home, settings: Settings, backend: Backend | None
+) -> tuple[Lab, Worlds]:
+    """Data, money and this machine's sandboxes; the stack closes what was opened, in order."""
+    store = await Store.open(home)
+    stack.push_async_callback(store.close)
+    ledger = await Ledger.open(home.ledger_file)
+    stack.push_async_callback(ledger.close_ledger)
+    check_ledger_belongs(ledger, await store.fetch("experiments"))
+    prices = await Prices.load(home.path / "prices.toml")
+    await anyio.to_thread.run_sync(keep_prices, home, prices.digest)
+    chosen = backend if backend is not None else _local(home, settings)
+    stack.push_async_callback(chosen.close)
+    worlds = Worlds(store, home)
+    lab = Lab(
+        home=home,
+        home_id=home.identity(),
+        settings=settings,
+        store=store,
+        ledger=ledger,
+        prices=prices,
+        backend=chosen,
+        cases=Cases(store),
+        variants=Variants(store, home, worlds),
+        events=EventLog(store),
+        slots=anyio.CapacityLimiter(settings.local_max_parallel),
+    )
+    return lab, worlds
 
 
 def _modal(home: Home, settings: Settings, worlds: Worlds, store: Store) -> tuple[ModalBackend, Warmer]:
