@@ -9,6 +9,7 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -21,7 +22,7 @@ from evalpurse.server.client import Client
 from evalpurse.server.control import Registry
 from evalpurse.server.errors import AbsentError, HandshakeError, RefusedError, TokenError, UnreachableError
 from evalpurse.server.handshake import Hello, is_older, read_hello, read_welcome
-from evalpurse.server.link import open_link
+from evalpurse.server.link import Address, open_link
 from evalpurse.server.tokens import ROLES, Tokens, allows, make_tokens, read_token
 from evalpurse.tools.app import build_server
 from tests.daemons import kill, start_daemon, wait_until
@@ -99,7 +100,9 @@ def test_a_first_line_without_end_is_cut_off(shared: Home) -> None:
 
 def test_a_client_is_told_when_the_token_is_not_of_this_home(shared: Home, home: Home) -> None:
     make_tokens(home)
-    home.daemon_file.write_bytes(shared.daemon_file.read_bytes())
+    address = Address.read(shared)
+    assert address is not None
+    replace(address, home=str(home.path)).write(home)
     with pytest.raises(RefusedError, match="not one of this home's") as refused:
         open_link(home, door="mcp", role="agent")
     assert refused.value.answered == "bad_token"

@@ -51,6 +51,13 @@ class Bed:
         return await process.stdout.read.aio(), await process.stderr.read.aio(), await process.wait.aio()
 
 
+@pytest.fixture(autouse=True)
+def _client_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what a backend of an earlier test has tuned in this process."""
+    for name in ("MODAL_MAX_THROTTLE_WAIT", "MODAL_SANDBOX_CHANNEL_IDLE_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+
+
 async def connect(fake: FakeApi) -> Any:
     with client_environment(fake):
         return await modal.Client.from_credentials.aio(
@@ -310,7 +317,9 @@ async def test_files_go_in_and_out(each_mode: Bed, tmp_path: Path) -> None:
 
 async def test_links_do_not_lead_file_operations_out_of_the_sandbox(bed: Bed) -> None:
     sandbox = await bed.sandbox()
-    await bed.sh(sandbox, "ln -s /evalpurse/real /srv/link; ln -s ../../../../../evalpurse /srv/up")
+    await bed.sh(
+        sandbox, "mkdir -p /srv; ln -s /evalpurse/real /srv/link; ln -s ../../../../../evalpurse /srv/up"
+    )
     await sandbox.filesystem.write_text.aio("here", "/srv/link")
     assert (await bed.sh(sandbox, "cat /evalpurse/real"))[0] == "here"
     assert await sandbox.filesystem.read_text.aio("/srv/up/real") == "here"
