@@ -58,7 +58,7 @@ NOTHING_RAN = Charge(0, 0, CostSource.NONE)
 
 
 def sandbox_cost_nusd(seconds: float, nusd_per_second: int) -> int:
-    """Sandbox time at the backend's rate, rounded up to a whole nano-dollar."""
+    """Sandbox time at the backend's rate, rounded up to a whole nano-dollar: what a hold takes for it."""
     return math.ceil(max(0.0, seconds) * nusd_per_second)
 
 
@@ -70,13 +70,6 @@ def sandbox_share_nusd(seconds: float, *, held_s: float, held_nusd: int) -> int:
     if held_s <= 0:
         return 0
     return min(held_nusd, math.ceil(held_nusd * max(0.0, seconds) / held_s))
-
-
-def hold_nusd(
-    *, timeout_s: float, grade_timeout_s: float, slack_s: float, nusd_per_second: int, allowance_nusd: int
-) -> int:
-    """The most that one attempt can cost: all its time at the backend's rate, and its whole allowance."""
-    return sandbox_cost_nusd(timeout_s + grade_timeout_s + slack_s, nusd_per_second) + allowance_nusd
 
 
 def charge_for(

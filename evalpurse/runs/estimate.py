@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
 
 from evalpurse.analysis.planning import minimum_detectable_effect
 from evalpurse.budget.money import format_usd
 from evalpurse.runs.cases import Case
+from evalpurse.runs.plan import blocks
 from evalpurse.runs.request import LaunchRequest
 from evalpurse.runs.schedule import limits_of, worst_case_nusd
 from evalpurse.runs.variants import Variant
@@ -59,17 +59,17 @@ def estimate(
     by_case = {case.case_id: case for case in cases}
     by_name = {variant.name: variant for variant in variants}
     new = [row for row in plan if not row.reuse_run_id]
-    worst = [
-        worst_case_nusd(
+    worst = {
+        row.run_id: worst_case_nusd(
             limits_of(by_case[row.case_id], by_name[row.variant]),
             nusd_per_second[row.variant],
             request.allowance_nusd,
         )
         for row in new
-    ]
+    }
     room_nusd = min(free_nusd, request.cap_nusd)
     funded, left = 0, room_nusd
-    for amount in worst:
+    for amount in worst.values():
         if amount > left:
             break
         left -= amount
@@ -83,21 +83,15 @@ def estimate(
         run_count=len(plan),
         new_runs=len(new),
         reused_runs=len(plan) - len(new),
-        block_nusd=max((sum(cost for _, cost in block) for block in _blocks(new, worst)), default=0),
-        worst_case_nusd=sum(worst),
+        block_nusd=max((sum(worst[row.run_id] for row in block) for block in blocks(new)), default=0),
+        worst_case_nusd=sum(worst.values()),
         likely_nusd=None if likely is None else round(likely),
         free_nusd=free_nusd,
         funded_runs=funded,
         detectable=detectable,
         warnings=(),
     )
-    return Estimate(**{**found.__dict__, "warnings": _warnings(found, request, len(cases))})
-
-
-def _blocks(rows: Sequence[PlannedRunRow], worst: Sequence[int]) -> list[list[tuple[tuple[int, str], int]]]:
-    """Worst cases by block of one case and repeat; reuse makes blocks uneven."""
-    keyed = [((row.repeat, row.case_id), cost) for row, cost in zip(rows, worst, strict=True)]
-    return [list(block) for _, block in groupby(keyed, key=lambda one: one[0])]
+    return replace(found, warnings=_warnings(found, request, len(cases)))
 
 
 def _detectable(cases: int, repeats: int, variants: int) -> float | None:

@@ -25,7 +25,7 @@ from evalpurse.budget.ledger import HOLDS_MAX
 from evalpurse.budget.money import format_usd
 from evalpurse.runs.attempt import Attempt
 from evalpurse.runs.cases import Case
-from evalpurse.runs.charge import hold_nusd
+from evalpurse.runs.charge import sandbox_cost_nusd
 from evalpurse.runs.errors import (
     BackendRefusedError,
     BadLaunchError,
@@ -65,14 +65,8 @@ def held_seconds(limits: Limits) -> float:
 
 
 def worst_case_nusd(limits: Limits, nusd_per_second: int, allowance_nusd: int) -> int:
-    """The hold of one attempt: everything that it could cost."""
-    return hold_nusd(
-        timeout_s=limits.timeout_s,
-        grade_timeout_s=limits.grade_timeout_s,
-        slack_s=limits.slack_s,
-        nusd_per_second=nusd_per_second,
-        allowance_nusd=allowance_nusd,
-    )
+    """The hold of one attempt: all its time at the backend's rate, and its whole allowance."""
+    return sandbox_cost_nusd(held_seconds(limits), nusd_per_second) + allowance_nusd
 
 
 @dataclass(frozen=True)
