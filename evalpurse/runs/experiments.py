@@ -131,8 +131,9 @@ class Experiments:
         return launched
 
     async def _launch(self, request: LaunchRequest, by: Role) -> Launched:
-        known = await self._find(request.experiment_id)
-        if known is not None:
+        stored = await self._lab.store.fetch("experiment_by_id", experiment_id=request.experiment_id)
+        if stored:
+            known = _experiment(stored[0])
             if known.arguments_digest != request.digest:
                 raise IdempotencyConflictError(
                     f"idempotency_key {request.idempotency_key!r} already stands for experiment "
@@ -189,23 +190,27 @@ class Experiments:
         runner = self._runners.get(experiment_id)
         if runner is not None:
             return self._status(runner.experiment, runner.status, runner.note, dict(runner.ended), runner)
-        experiment = await self.experiment(experiment_id)
-        newest = (await self._lab.store.fetch("experiment_by_id", experiment_id=experiment_id))[0]
+        stored = await self._stored(experiment_id)
         counts = await self._lab.store.fetch("outcome_counts", experiment_id=experiment_id)
         ended = {row["outcome"]: row["runs"] for row in counts}
-        note = self._stuck.get(experiment_id, newest["status_reason"])
-        return self._status(experiment, newest["status"], note, ended, None)
+        note = self._stuck.get(experiment_id, stored["status_reason"])
+        return self._status(_experiment(stored), stored["status"], note, ended, None)
 
     async def experiment(self, experiment_id: str) -> ExperimentRow:
         """The row of an experiment; raises UnknownExperimentError with the nearest ids."""
-        found = await self._find(experiment_id)
-        if found is None:
+        runner = self._runners.get(experiment_id)
+        return runner.experiment if runner is not None else _experiment(await self._stored(experiment_id))
+
+    async def _stored(self, experiment_id: str) -> dict[str, Any]:
+        """The stored row with its newest status; raises UnknownExperimentError with the nearest ids."""
+        found = await self._lab.store.fetch("experiment_by_id", experiment_id=experiment_id)
+        if not found:
             known = [row["experiment_id"] for row in await self._lab.store.fetch("experiments")]
             raise UnknownExperimentError(
                 f"There is no experiment '{experiment_id}'.",
                 hint=nearest(experiment_id, known, what="experiments"),
             )
-        return found
+        return found[0]
 
     async def wait(
         self, experiment_id: str, wait_s: float, *, progress: Callable[[Status], object] | None = None
@@ -338,13 +343,6 @@ class Experiments:
             log.exception("experiment %s could not be closed after its fault", runner.experiment_id)
             self._stuck[runner.experiment_id] = reason
             del self._runners[runner.experiment_id]
-
-    async def _find(self, experiment_id: str) -> ExperimentRow | None:
-        runner = self._runners.get(experiment_id)
-        if runner is not None:
-            return runner.experiment
-        found = await self._lab.store.fetch("experiment_by_id", experiment_id=experiment_id)
-        return _experiment(found[0]) if found else None
 
     def _experiment_row(self, plan: Plan) -> ExperimentRow:
         request = plan.request
